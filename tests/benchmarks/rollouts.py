@@ -88,7 +88,7 @@ def main() -> None:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--compile", action="store_true", help="ask the compiler again")
-    parser.add_argument("--readme", action="store_true", help="put the largest programs into tpu_kit/planning/README.md")
+    parser.add_argument("--readme", action="store_true", help="put the largest ones into tpu_kit/planning/README.md")
     options = parser.parse_args()
     for answer in ANSWERS if options.compile else ():
         made = compile_programs(configuration(answer), answer["topology"], answer["replicas"])

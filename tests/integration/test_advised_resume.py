@@ -151,10 +151,10 @@ def test_a_plan_says_which_changes_are_another_training(tmp_path: Path) -> None:
     for name in ("optim.batch_size", "optim.remat"):
         assert not said[name].anew and said[name].harm.startswith("the same training, "), name
     assert re.fullmatch(r"optim.batch_size=[1-4] optim.global_batch_size=8", said["optim.batch_size"].change)
-    assert said["model.base_dtype"].anew and said["model.base_dtype"].harm.endswith(", another training")
+    assert said["model.base_dtype"].anew and said["model.base_dtype"].harm.endswith(", a new training")
     text = str(found.advice)
-    assert text.count("another training") == 1 + sum(knob.anew for knob in found.advice.knobs)
-    assert "another training cannot go on from a checkpoint of this run: give it another run_name (or output" in text
+    assert text.count("a new training") == 1 + sum(knob.anew for knob in found.advice.knobs)
+    assert "a new training cannot resume from the checkpoints of this run: give it another run_name (or output" in text
     assert asdict(found.advice)["knobs"][0]["anew"] is False
 
 

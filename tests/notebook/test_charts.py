@@ -76,5 +76,5 @@ def test_when_nothing_fits() -> None:
     assert not found.fits
     text = why([found])
     axes = displays._bars(found).axes[0]
-    assert text.startswith("Nothing fits as it is; nearest is v5litepod-1.") and "unchanged it fits v6e-1" in text
+    assert text.startswith("The run fits no slice; nearest is v5litepod-1.") and "the unchanged run fits v6e-1" in text
     assert any(label.get_text().endswith(": the nearest") for label in axes.texts)

@@ -148,4 +148,4 @@ def test_more_images_of_a_row_take_more_of_the_batch_and_of_the_time(tmp_path: P
 def test_a_plan_says_what_a_picture_costs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", *E2B, "--chip", "v5e"]) == 0
     assert "A picture takes 280 tokens at most, " in (said := capsys.readouterr().out)
-    assert " ms beside its tokens; a row has room for 4" in said
+    assert " ms in addition to its tokens; a row has room for 4" in said

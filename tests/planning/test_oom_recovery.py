@@ -49,7 +49,7 @@ def test_a_prediction_that_was_too_low_is_corrected_by_what_was_taken(eight: Pre
     text = str(found)
     assert text.startswith("ranks 0, 1 failed:\n") and "and 17.00 were wanted. An update has the same rows" in text
     assert f"\n  batch_size={found.overrides['batch_size']} global_batch_size=768\n" in text
-    assert "it begins anew, as nothing was saved yet" in text
+    assert "it starts anew, because nothing was saved yet" in text
     other = again(eight, found.overrides, tmp_path)
     assert other.fits and suggestion(other) == "" and other.setting is not None and eight.setting is not None
     # It still fits if this formula is too low by the same factor.
@@ -61,7 +61,7 @@ def test_a_prediction_that_was_three_times_too_low(eight: Preflight, tmp_path: P
     overrides, why = next_setting(eight, used=int(3 * eight.setting.peak_bytes))
     other = again(eight, overrides, tmp_path)
     assert other.setting is not None and 3 * other.setting.peak_bytes < 15.75 * GIB
-    assert why.startswith(f"Predicted is {3 * other.setting.peak_bytes / GIB:.2f} of ")
+    assert why.startswith(f"Predicted memory: {3 * other.setting.peak_bytes / GIB:.2f} of ")
 
 
 @pytest.mark.parametrize(
@@ -107,15 +107,15 @@ def test_when_nothing_is_left_to_lower(tmp_path: Path) -> None:
     outlook = check_before_launch(load_config(None, settings), at=fake(tmp_path / "root", V5E))
     assert next_setting(outlook) == ({}, "")
     text = str(out_of_memory(LaunchError(OUT_OF_MEMORY), outlook))
-    assert "No setting of the same training helps any more. Another one takes less, with each of these on top" in text
-    assert "model.base_dtype=int8 (base weights in int8, products in bf16, another training): 9.79 GiB, fits" in text
-    assert "another training cannot go on from a checkpoint of this run: give it another run_name (or" in text
+    assert "No other setting of the same training takes less memory. A new training takes less, with these" in text
+    assert "model.base_dtype=int8 (base weights in int8, products in bf16, a new training): 9.79 GiB, fits" in text
+    assert "a new training cannot resume from the checkpoints of this run: give it another run_name (or" in text
     tight = check_before_launch(load_config(None, [*settings[:3], "batch_size=2"]), at=fake(tmp_path / "other", V5E))
     overrides, why = next_setting(tight)
-    assert overrides["batch_size"] == 1 and why.startswith("It may still be too much. Predicted is ")
-    warned = "warning: it may run out of memory. "
-    assert suggestion(tight).startswith(f"{warned}The same training takes less with batch_size=1 ")
-    assert suggestion(outlook).startswith(f"{warned}No setting of the same training helps any more. Another one takes")
+    assert overrides["batch_size"] == 1 and why.startswith("It may still be too much. Predicted memory: ")
+    warned = "warning: the run may run out of memory. "
+    assert suggestion(tight).startswith(f"{warned}The same training takes less memory with batch_size=1 ")
+    assert suggestion(outlook).startswith(f"{warned}No other setting of the same training takes less memory. A new")
 
 
 def test_one_long_row_is_recomputed_in_blocks(tmp_path: Path) -> None:
@@ -124,7 +124,7 @@ def test_one_long_row_is_recomputed_in_blocks(tmp_path: Path) -> None:
     outlook = check_before_launch(load_config(None, [*settings, "device_type=tpu", "remat=full"]),
                                   at=fake(tmp_path / "root", V5E))  # fmt: skip
     overrides, why = next_setting(outlook, used=int(17.6 * GIB))
-    assert overrides == {"remat": "blocks"} and why.startswith("Predicted is 14.")
+    assert overrides == {"remat": "blocks"} and why.startswith("Predicted memory: 14.")
 
 
 def test_a_run_that_began_anew_is_not_to_begin_anew_again(tmp_path: Path) -> None:
@@ -135,13 +135,13 @@ def test_a_run_that_began_anew_is_not_to_begin_anew_again(tmp_path: Path) -> Non
     outlook = check_before_launch(load_config(None, settings), at=fake(tmp_path / "root", V5E))
     error = LaunchError(f"rank 0 failed:\nRuntimeError: {OUT_OF_MEMORY}", 0)
     nothing = out_of_memory(error, outlook)
-    assert nothing is not None and "resume" not in nothing.overrides and "it begins anew" in str(nothing)
+    assert nothing is not None and "resume" not in nothing.overrides and "it starts anew" in str(nothing)
     for step, changes, goes_on in ((3, {}, True), (4, {"r": 4}, False)):  # the newest is of another run, then
         with CheckpointManager(tmp_path / "run" / "checkpoints", keep=9) as writer:
             writer.save(step, {}, {"config": load_config(None, {**settings, **changes}).to_dict()}, {})
         found = out_of_memory(error, outlook)
         assert found is not None and (found.overrides.get("resume") == "auto") is goes_on
-        assert ("the run goes on from step 3" in str(found)) is goes_on
+        assert ("the run resumes from step 3" in str(found)) is goes_on
 
 
 def test_without_a_prediction_the_next_smaller_batch(tmp_path: Path) -> None:

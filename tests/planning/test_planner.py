@@ -597,7 +597,7 @@ def test_the_report(small: Path, large: Path, capsys: pytest.CaptureFixture[str]
     )
     printed, note = capsys.readouterr()
     assert note.startswith("For a v5e, as --chip names no TPU. On a GPU, `train` prints the memory and the time")
-    assert "in the order of least harm" in printed and "unchanged it fits" in printed
+    assert "the least harmful first" in printed and "the unchanged run fits" in printed
     assert " - " in printed.splitlines()[3], "no seconds and no dollars of what does not fit"
     assert "No hours and no cost: data.source=rows.jsonl is not on this machine" in printed
     assert "the longest context of one row is" in printed
@@ -732,7 +732,7 @@ def test_changes_that_do_not_suffice_say_so(tmp_path: Path) -> None:
     (found,) = plan(load_config(None, ["model.name=meta-llama/Llama-3.1-70B-Instruct"]))
     text = format_plans(found.config, [found])
     assert "does not fit v5litepod-1" in text
-    assert "7 changes together do not suffice by formula: they leave 40.69 GiB, of" in text
+    assert "7 changes together are not enough by formula; with them the run takes 40.69 GiB, of" in text
     assert "To train there" not in text
 
 

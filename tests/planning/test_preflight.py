@@ -263,7 +263,7 @@ def test_the_compiler_is_asked_where_the_formula_alone_does_not_decide(
     rows = next(n for n in range(8, 999) if abs(planned_bytes(small, n, at) / (15.75 * GIB) - 1) < 0.1)
     near = check_before_launch(run(small, f"batch_size={rows}", "device_type=tpu", "remat=full"), at=at)
     assert [one[0] for one in asked] == [rows] and near.fits is False
-    assert "as the formula is within 12% of the memory" in capsys.readouterr().err
+    assert "because the formula is within 12% of the memory" in capsys.readouterr().err
     assert "by the compiler, it does not fit v5e:1x1" in str(near) and suggestion(near).startswith(
         "warning: it may run"
     )
@@ -342,7 +342,7 @@ def test_train_asks_the_compiler_by_itself_and_keeps_its_answer(
     for _ in range(2):
         assert main(command) == 0
         out, err = capfd.readouterr()
-        assert "asking the TPU compiler, at most 600 s, as optim.batch_size is auto" in err
+        assert "asking the TPU compiler, at most 600 s, because optim.batch_size is auto" in err
         assert " GiB by compiler" in out and "by the compiler, it fits v5e:1x1: " in out
         told.append(err)
     assert "compiling for v5e:1x1" in told[0] and "compiling for" not in told[1]

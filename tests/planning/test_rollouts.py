@@ -170,7 +170,7 @@ def test_a_pass_that_does_not_fit_becomes_smaller(small: Path, tmp_path: Path) -
     )  # fmt: skip
     assert again.fits
     found = out_of_memory(LaunchError("rank 2 (process 7) was ended by SIGKILL: often by the kernel"), outlook)
-    assert "(launch.num_replicas), so that the run goes on" in str(found)  # grpo refuses a global batch
+    assert "(launch.num_replicas), so that the run can resume" in str(found)  # grpo refuses a global batch
 
 
 def test_rows_that_a_tpu_does_not_fill_are_told(small: Path, tmp_path: Path) -> None:

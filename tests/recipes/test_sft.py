@@ -582,7 +582,7 @@ def test_a_run_that_ran_out_of_memory_goes_on_with_what_it_proposes(
     assert error.rank == 1 and "Used 17.00G of 15.75G hbm" in error.traceback
     assert error.overrides == {"batch_size": 2}
     for text in ("The next setting that fits is\n  batch_size=2\n", "An update has the same rows as before, and ",
-                 "the run goes on from step 2.\n", "the parameters cell\n  batch_size = 2\nand run it"):  # fmt: skip
+                 "the run resumes from step 2.\n", "the parameters cell\n  batch_size = 2\nand run it"):  # fmt: skip
         assert text in str(error)
     ended = sft.train(configure("run", **settings | error.overrides))
     assert ended.step == 6 and ended.metrics["loss"] == pytest.approx(whole.metrics["loss"], rel=1e-3)
@@ -617,7 +617,7 @@ def test_host_memory_that_runs_out_is_explained(tmp_path: Path) -> None:
     # The failed allocation is torch's, whose text says "allocate", or Python's.
     assert "allocate" in printed or "\nMemoryError\n{" in printed, printed
     assert "{'batch_size': 128, 'global_batch_size': 256}" in printed
-    assert "  batch_size=128 global_batch_size=256\n" in printed and "it begins anew, as nothing was saved" in printed
+    assert "  batch_size=128 global_batch_size=256\n" in printed and "it starts anew, because nothing was saved" in printed
 
 
 def test_rows_in_memory(configure: Configure) -> None:

@@ -1,8 +1,8 @@
-"""What to change when memory is short: one ordered list of changes, the least harm first.
+"""Lists the changes that save memory, the least harmful first.
 
-`plan` goes down the list until a run fits, and prints the changes (`advise`). After an out-of-memory error `train`
-takes the fastest run of the list's first part, which leaves the training as it is (`same_training`). `auto` chooses
-among the values that the list has for `optim.remat` and for the rows of a pass (`REMATS`, `row_splits`).
+`plan` goes down the list until a run fits, and prints the changes (`advise`). After an out-of-memory error, `train`
+takes the fastest run of the list's first part, which leaves the training unchanged (`same_training`). `auto` chooses
+among the list's values for `optim.remat` and for the rows of a pass (`REMATS`, `row_splits`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tpu_kit.planning.run_on_slice import Setting, can_block, can_shard, largest
 from tpu_kit.training.losses.rollout_programs import smaller
 
 MOST_TOKENS = 2**31
-"""Tokens of a pass at which indices overflow."""
+"""Number of tokens in a pass at which indices overflow."""
 Remat = Literal["auto", "none", "outputs", "full", "blocks"]
 REMATS: tuple[Remat, ...] = ("none", "outputs", "full", "blocks")
 """The values of `optim.remat`, fastest first."""
@@ -38,9 +38,9 @@ _RANKS = 4096
 
 
 class Rung(NamedTuple):
-    """A parameter, its values that take less memory, the least harm first, and their `harm`.
+    """A parameter, its values that take less memory (the least harmful first), and a description of the `harm`.
 
-    `more_passes` is whether fewer rows of a pass make more passes, not an update of fewer rows.
+    With `more_passes`, fewer rows in a pass make more passes; otherwise they make an update with fewer rows.
     """
 
     name: str
@@ -49,7 +49,7 @@ class Rung(NamedTuple):
     more_passes: bool = False
 
     def changed(self, config: TrainConfig, value: Any, replicas: int) -> TrainConfig:
-        """Returns the run with a value; raises ConfigError where the run cannot have it."""
+        """Returns the run with this value of the parameter; raises ConfigError if the run does not allow it."""
         if self.name != "optim.batch_size":
             return with_value(config, self.name, value)
         if self.more_passes and not config.free_passes:
@@ -59,10 +59,10 @@ class Rung(NamedTuple):
 
 
 def of_same_training(config: TrainConfig, replicas: int, blocks: bool = False) -> Iterator[Rung]:
-    """The first part of the ladder, with which a run resumes; with `blocks` also remat=blocks, see `can_block`."""
+    """Yields the first part of the ladder, with which a run can resume; `blocks` adds remat=blocks (`can_block`)."""
     optim = config.optim
     rows = batch_arithmetic(config, replicas).batch_size
-    # Growth of the batch rounds the number of passes down, so that other passes may make other updates.
+    # Growth of the batch rounds the number of passes down, so other passes could change the updates.
     fewer = [] if optim.batch_growth_steps else row_splits(config, replicas, rows - 1)
     remats = REMATS[REMATS.index(optim.remat) + 1 : -1] if optim.remat in REMATS else ()
     yield Rung("model.attention", ["auto"] if config.model.attention != "auto" else [], "no slower")
@@ -75,7 +75,7 @@ def of_same_training(config: TrainConfig, replicas: int, blocks: bool = False) -
 
 
 def of_another_training(config: TrainConfig, shape: Shape, replicas: int) -> Iterator[Rung]:
-    """The second part of the ladder, with which a run begins anew."""
+    """Yields the second part of the ladder, which needs a new run."""
     optim, model, lora = config.optim, config.model, config.lora
     if config.free_passes:
         yield from (Rung(*one) for one in smaller(config, replicas))
@@ -83,13 +83,13 @@ def of_another_training(config: TrainConfig, shape: Shape, replicas: int) -> Ite
         rows = batch_arithmetic(config, replicas).batch_size
         yield Rung("optim.batch_size", range(max(1, rows - 1), 0, -1), "fewer rows an update")
     yield Rung("model.base_dtype", ["bf16"] if model.base_dtype == "fp32" else [], "base weights and products in bf16")
-    yield Rung("optim.optimizer", ["adafactor"] if optim.optimizer == "adamw" else [], "hardly any moments")
+    yield Rung("optim.optimizer", ["adafactor"] if optim.optimizer == "adamw" else [], "almost no memory for moments")
     yield Rung("optim.ema_decay", [0.0] if optim.ema_decay else [], "no average of the weights")
     yield Rung("lora.r", [] if lora.r else [16], "adapters in place of all weights")
     yield Rung("lora.r", [8] if lora.r > 8 and not lora.adapter else [], "smaller adapters")
     lengths = [length for length in (2048, 1024, 512, 256) if length < config.data.max_length]
     yield Rung("data.max_length", [length for length in lengths if length >= 1024], "shorter rows")
-    if lora.r:  # without adapters all weights are trained
+    if lora.r:  # full fine-tuning does not quantize
         whole_dtype, packs = model.base_dtype in ("bf16", "fp32"), not undivided(shape.widths, model.quant_group)
         yield Rung("model.base_dtype", ["int8"] if whole_dtype else [], "base weights in int8, products in bf16")
         int4 = ["int4"] if model.base_dtype != "int4" and packs else []
@@ -98,9 +98,9 @@ def of_another_training(config: TrainConfig, shape: Shape, replicas: int) -> Ite
 
 
 def row_splits(config: TrainConfig, replicas: int, most: int) -> list[int]:
-    """Returns the rows of a pass, at most `most`, that leave the rows of an update as they are; the most first.
+    """Returns numbers of rows in a pass, at most `most`, that keep the rows of an update; the largest first.
 
-    Samples are trained in any number of passes.
+    A run that samples allows any number of passes.
     """
     if config.free_passes:
         return list(range(most, 0, -1))
@@ -109,9 +109,9 @@ def row_splits(config: TrainConfig, replicas: int, most: int) -> list[int]:
 
 
 def remats(config: TrainConfig, where: TargetSlice, shape: Shape) -> Sequence[Remat]:
-    """The values of `optim.remat` that are candidates; blocks where no other one fits.
+    """Returns the candidates for `optim.remat`; "blocks" is only used if no other value fits.
 
-    With none, layers run one by one. It was compared with the compiler for adapters on decoders of usual layers.
+    "none" is a candidate for adapters on decoders with usual layers, on which the formula was compared.
     """
     optim, lora = config.optim, config.lora
     if optim.remat != "auto":
@@ -129,7 +129,7 @@ def remats(config: TrainConfig, where: TargetSlice, shape: Shape) -> Sequence[Re
 
 
 def batches(base: Setting, rows: Count, limit: int) -> Iterator[tuple[int, int | None]]:
-    """The rows of a pass, at most `limit`, and of an update that are candidates."""
+    """Yields candidates: the rows of a pass, at most `limit`, and of an update (None: all passes)."""
     config, optim, replicas = base.config, base.config.optim, base.where.replicas
     whole = optim.global_batch_size
     if isinstance(optim.batch_size, int) and "optim.batch_size" in config.sources:
@@ -139,7 +139,7 @@ def batches(base: Setting, rows: Count, limit: int) -> Iterator[tuple[int, int |
     limit = largest(lambda number: base.changed("optim.batch_size", number).fits, limit)
     if whole is None and isinstance(optim.batch_size, int) and not config.free_passes:
         whole = optim.batch_size * replicas * optim.gradient_accumulation
-    if whole is None:  # auto, with any number of rows in an update: all that fit
+    if whole is None:  # auto, and the update may have any number of rows
         if rows.count is not None and not config.free_passes:
             limit = min(limit, rows.count // (LEAST_UPDATES * replicas * optim.gradient_accumulation))
         yield from ((1 << i, None) for i in range(max(1, limit).bit_length()))
@@ -149,7 +149,7 @@ def batches(base: Setting, rows: Count, limit: int) -> Iterator[tuple[int, int |
 
 
 def same_training(config: TrainConfig, replicas: int, blocks: bool = False) -> Iterator[TrainConfig]:
-    """Yields all combinations of the ladder's first part, the least harm first; without the run itself."""
+    """Yields the run with every combination of the ladder's first part, the least harmful first."""
     rungs = of_same_training(config, replicas, blocks)
     steps = [[(rung, None), *((rung, value) for value in rung.values)] for rung in rungs]
     for choice in itertools.product(*reversed(steps)):
@@ -162,13 +162,13 @@ def same_training(config: TrainConfig, replicas: int, blocks: bool = False) -> I
 
 
 def differences(before: TrainConfig, now: TrainConfig) -> dict[str, Any]:
-    """Returns the parameters that differ, by their dotted names."""
+    """Returns the new values of the parameters that differ, by dotted name."""
     values, new = before.flat_values(), now.flat_values()
     return {name: new[name] for name in new if values.get(name) != new[name]}
 
 
 def is_another(before: TrainConfig, now: TrainConfig, replicas: int) -> bool:
-    """Returns whether a run of one configuration cannot resume with the other, on as many replicas."""
+    """Returns whether a run cannot resume with the other configuration on the same number of replicas."""
     rows = [batch_arithmetic(config, replicas).global_batch_size for config in (before, now)]
     return rows[0] != rows[1] or bool(changes(before.flat_values(), now.flat_values())[1])
 
@@ -181,9 +181,9 @@ class MemoryOption:
     """A change that takes less memory.
 
     Attributes:
-        change: as on the command line, such as "optim.loss_chunk=128"; and its cost, `harm`.
-        anew: whether a run that has begun cannot continue with it.
-        peak_bytes: the peak by formula with this change and all before it; and whether that `fits`.
+        change: as on the command line, such as "optim.loss_chunk=128"; `harm` describes its cost.
+        anew: whether a run that has started cannot resume with it.
+        peak_bytes: the peak by formula with this change and all changes before it; `fits`, whether it fits.
     """
 
     change: str
@@ -198,14 +198,14 @@ class MemoryOption:
 
 @dataclass(frozen=True)
 class Advice:
-    """What to change if a run does not fit, and the largest settings that fit, one by one; 0 for none.
+    """Changes for a run that does not fit, and the largest values that fit, varied one at a time; 0 if none does.
 
     Attributes:
-        knobs: if it does not fit, changes in the order of least harm, each added to those before.
-        smallest_slice: if it does not fit, the cheapest slice on which the unchanged run fits.
+        knobs: changes, the least harmful first, each added to the changes before it; empty if the run fits.
+        smallest_slice: the cheapest slice on which the unchanged run fits; None if the run fits here, or nowhere.
         largest_batch: rows of a replica in a pass.
         longest_sequence: tokens of a row, a multiple of 128.
-        largest_rank: None without adapters, and where one is trained on, whose rank is given.
+        largest_rank: LoRA rank; None for full fine-tuning, and with lora.adapter, which gives the rank.
     """
 
     knobs: tuple[MemoryOption, ...]
@@ -216,19 +216,19 @@ class Advice:
 
     def __str__(self) -> str:
         place = self.smallest_slice or "no known slice"
-        return "; ".join([*told(self.knobs), f"unchanged it fits {place}, all by formula"])
+        return "; ".join([*told(self.knobs), f"the unchanged run fits {place}; all by formula"])
 
 
 def told(options: Sequence[MemoryOption]) -> list[str]:
-    """Describes changes; and how to begin anew, where one needs that."""
+    """Describes changes, and how to start a new run if a change needs it."""
     lines = [str(one) for one in options]
     if any(one.anew for one in options):
-        lines.append(f"another training cannot go on from a checkpoint of this run: give it {ANEW}")
+        lines.append(f"a new training cannot resume from the checkpoints of this run: give it {ANEW}")
     return lines
 
 
 def advise(one: Setting) -> Advice:
-    """Finds the largest settings that fit, and what to change if the run does not."""
+    """Finds the largest values that fit and, if the run does not fit, the changes that make it fit."""
 
     def most(name: str, limit: int, each: int = 1) -> int:
         def within(number: int) -> bool:
@@ -250,7 +250,7 @@ def advise(one: Setting) -> Advice:
 
 
 def options(one: Setting) -> Iterator[MemoryOption]:
-    """The changes that help, each added to those before, until the run fits; without those that it fits without."""
+    """Yields the changes that are needed until the run fits, each added to the changes before it."""
     replicas, found = one.where.replicas, list[tuple[Rung, Any]]()
 
     def after(taken: Sequence[tuple[Rung, Any]]) -> Setting:
@@ -263,7 +263,7 @@ def options(one: Setting) -> Iterator[MemoryOption]:
         return after(taken).peak_bytes <= one.bound
 
     def least_harm(before: Sequence[tuple[Rung, Any]], rung: Rung, later: Sequence[tuple[Rung, Any]] = ()) -> Any:
-        """The first value with which it fits, or the last."""
+        """Returns the first value with which the run fits, or the last value."""
         number = bisect_left(rung.values, True, key=lambda value: fits([*before, (rung, value), *later]))
         return rung.values[min(number, len(rung.values) - 1)]
 
@@ -272,7 +272,7 @@ def options(one: Setting) -> Iterator[MemoryOption]:
     for rung in (rung for rung in rungs if rung.values):
         if fits(found):
             break
-        with contextlib.suppress(ConfigError):  # not on a mesh
+        with contextlib.suppress(ConfigError):  # a mesh does not allow it
             added = [*found, (rung, least_harm(found, rung))]
             if after(added).peak_bytes < after(found).peak_bytes:
                 found = added
@@ -286,12 +286,12 @@ def options(one: Setting) -> Iterator[MemoryOption]:
         anew = is_another(last, now, replicas)
         new = {rung.name: value, **differences(last, now)}.items()
         change = " ".join(f"{name}={'null' if value is None else value}" for name, value in new)
-        harm = f"{rung.harm}, another training" if anew else f"the same training, {rung.harm}"
+        harm = f"{rung.harm}, a new training" if anew else f"the same training, {rung.harm}"
         yield MemoryOption(change, harm, anew, after(found[:number]).peak_bytes, fits(found[:number]))
 
 
 def _smallest_slice(one: Setting) -> str | None:
-    """The cheapest slice on which the run fits: as it is on each device, or sharded over all of its devices."""
+    """Returns the cheapest slice on which the run fits, as replicas or sharded over all devices."""
     found, where, peak = [], one.where, one.memory.total_bytes
     passes = batch_arithmetic(one.config, where.replicas).gradient_accumulation
     optim = replace(one.config.optim, global_batch_size=None, gradient_accumulation=passes)

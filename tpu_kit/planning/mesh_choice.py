@@ -1,4 +1,4 @@
-"""Chooses between replicas and a mesh for a run, and checks the run's mesh; the largest models of a slice."""
+"""Chooses between replicas and a mesh, checks a run's mesh, and lists the largest models that fit a slice."""
 
 from __future__ import annotations
 
@@ -21,33 +21,33 @@ _UNSET = (None, "auto")
 
 
 def find_places(launch: LaunchConfig, names: Sequence[str]) -> list[TargetSlice]:
-    """Finds the slices for a run by names of chips, slices or services; raises ValueError as `find_slice`."""
+    """Returns the slices for names of chips, slices or services; raises ValueError as `find_slice`."""
     if launch.mesh in _UNSET:
         return [find_slice(name, launch.num_replicas) for name in services(names)]
-    size = mesh_size(launch.mesh)  # a chip alone means the smallest slice with room for the mesh
+    size = mesh_size(launch.mesh)  # a chip name alone means the smallest slice with that many devices
     return [find_slice(name, None if re.search(r"[-_:]\d", name) else size) for name in services(names)]
 
 
 def placed(
     config: TrainConfig, shape: Shape, where: TargetSlice, *, one_row: bool = False
 ) -> tuple[TrainConfig, TargetSlice, str]:
-    """Returns the run and the slice with the run's mesh, or with one that is chosen for it, and why.
+    """Returns the run and the slice with the run's mesh or a chosen mesh, and a sentence that gives the reason.
 
-    If the user has set neither launch.mesh nor launch.num_replicas, or launch.mesh=auto, that is replicas where the run
-    fits one device, else the mesh with the fewest fsdp devices that holds it. If no such mesh holds it, devices share
-    the tokens of rows: it is the mesh with the smallest context axis that holds it, or fsdp alone if none does. On
-    several hosts it is a mesh in any case, whose data axis spreads over the slices.
+    A mesh is chosen if launch.mesh is "auto", or if neither launch.mesh nor launch.num_replicas is set. Replicas come
+    first, if the run fits one device; then the mesh with the fewest fsdp devices that holds the run; then the mesh with
+    the smallest context axis that holds it, in which devices share the tokens of rows; else fsdp over all devices. On
+    several hosts a mesh is always chosen, and its data axis spans the slices.
 
     Args:
         config: the run.
-        shape: of its model.
+        shape: the model's shape.
         where: the slice, with a replica on each device.
-        one_row: whether one row of a device is enough, as it is with optim.batch_size=auto.
+        one_row: whether the run fits a device if one row does, as with optim.batch_size=auto.
 
     Raises:
-        ConfigError: the mesh does not divide the attention heads, or the slices do not divide its data axis.
-        ValueError: the mesh is of another number of devices, or its rules do not fit the model; or several hosts are
-            to have replicas.
+        ConfigError: as `check_mesh`.
+        ValueError: the mesh has another number of devices, its rules do not fit the model, or launch.num_replicas is
+            set on several hosts.
     """
     launch, devices = config.launch, where.replicas
     if launch.mesh not in _UNSET:
@@ -84,7 +84,7 @@ def placed(
 
 
 def _meshes(one: Setting) -> Iterator[Setting]:
-    """Yields the run on each mesh of data and fsdp, fewest devices in fsdp first; then those of fsdp and context."""
+    """Yields the run on meshes of data and fsdp, smallest fsdp axis first, then on meshes with a context axis."""
     where, launch = one.where, one.config.launch
     devices = where.replicas // where.slices
     sizes = [size for size in range(1, devices + 1) if devices % size == 0]
@@ -94,20 +94,19 @@ def _meshes(one: Setting) -> Iterator[Setting]:
         sharded = replace(one.config, launch=replace(launch, mesh=text))
         try:
             mesh = check_mesh(sharded, where.replicas, one.shape, where.slices)
-        except ConfigError:  # the model's layers or the length of its rows allow no context axis
+        except ConfigError:  # the layers or the length of the rows allow no context axis
             continue
         table(one.shape, one.config, mesh)
         yield Setting(replace(sharded, launch=replace(launch, mesh=str(mesh))), one.shape, where.sharded(mesh))
 
 
 def check_mesh(config: TrainConfig, devices: int, shape: Shape | None, slices: int = 1) -> Mesh:
-    """Returns the run's mesh on so many devices of so many slices.
+    """Returns the run's mesh on `devices` devices of `slices` slices; `shape` is None if it is not known.
 
     Raises:
-        ConfigError: the mesh does not divide the attention heads or the tokens, it has an axis that the model or the
-            rows do not support, the slices do not divide its data axis, or the batch size is open and the shape of the
-            model is not known.
-        ValueError: the mesh is of another number of devices.
+        ConfigError: the mesh does not divide the attention heads or the tokens; the model or the rows do not support
+            one of its axes; the slices do not divide its data axis; or optim.batch_size=auto without a shape.
+        ValueError: the mesh has another number of devices.
     """
     assert config.launch.mesh is not None
     mesh = resolve_mesh(config.launch.mesh, devices, config.launch.mesh_rules)
@@ -134,10 +133,10 @@ def check_mesh(config: TrainConfig, devices: int, shape: Shape | None, slices: i
 
 
 def largest_models(where: TargetSlice) -> list[dict[str, object]]:
-    """The largest shipped model that a LoRA of r=16 trains on a slice, sharded over all devices, for each base dtype.
+    """Finds the largest shipped model that LoRA r=16 trains on a slice, sharded over all devices, per base dtype.
 
     Returns:
-        Rows of a table, with the memory of a device for one row of 1,024 tokens, and the most rows that fit.
+        Rows of a table, with the memory of a device for one row of 1,024 tokens, and the largest batch size.
     """
     mesh = Mesh(fsdp=where.replicas)
     on = where.sharded(mesh) if where.replicas > 1 else where

@@ -1,4 +1,4 @@
-"""Proposes the next setting that fits when memory runs out: of the same training, so that the run can resume."""
+"""Proposes the next setting that fits when memory runs out; the training stays the same, so the run can resume."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tpu_kit.training.checkpoint.manager import list_checkpoints
 from tpu_kit.xla.hlo import parse_out_of_memory
 
 SMALLER = 0.8
-"""Share of the failed setting's predicted peak that the next one may have, where its real peak is not known: chosen."""
+"""Largest predicted peak of the next setting, as a share of the failed setting's, if the real peak is not known."""
 
 _DEVICE = re.compile(
     r"RESOURCE_EXHAUSTED:.*(memory|allocat|reserve)|CUDA out of memory|\bOutOfMemoryError\b", re.IGNORECASE
@@ -31,7 +31,7 @@ class OutOfMemory(LaunchError):
     """A run had too little memory.
 
     Attributes:
-        overrides: the parameters to change, by name, so that the run is predicted to fit; empty if none are known.
+        overrides: parameters to change, by name, so that the run is predicted to fit; empty if none are known.
     """
 
     def __init__(self, message: str, overrides: dict[str, Any], rank: int | None = None, traceback: str = "") -> None:
@@ -40,7 +40,7 @@ class OutOfMemory(LaunchError):
 
 
 def out_of_memory(error: BaseException, outlook: Preflight) -> OutOfMemory | None:
-    """Makes the error to raise instead of one of the launch about memory; None for any other error."""
+    """Returns the error to raise in place of a launch error about memory; None for any other error."""
     text = str(error) if isinstance(error, LaunchError) else f"{type(error).__name__}: {error}"
     device, host = _DEVICE.search(text), _HOST.search(text)
     if _KERNEL in text or not (device or host):
@@ -52,8 +52,8 @@ def out_of_memory(error: BaseException, outlook: Preflight) -> OutOfMemory | Non
         rows = batch_arithmetic(outlook.config, outlook.room.replicas).global_batch_size
         keeps = f" with global_batch_size={rows} gradient_accumulation=1, which keeps the rows of an update"
         advice = (
-            "The host ran out of memory, not the device: other settings of the batch do not help. Use fewer replicas "
-            f"(launch.num_replicas){'' if outlook.config.free_passes else keeps}, so that the run goes on; or "
+            "The host ran out of memory, not the device: batch settings do not help. Use fewer replicas "
+            f"(launch.num_replicas){'' if outlook.config.free_passes else keeps}, so that the run can resume; or "
             "a host with more memory"
         )
         return OutOfMemory(f"{text.rstrip()}\n\n{advice}", {}, *ending)
@@ -67,25 +67,25 @@ def out_of_memory(error: BaseException, outlook: Preflight) -> OutOfMemory | Non
 
 
 def suggestion(outlook: Preflight) -> str:
-    """The warning before a run that is predicted not to fit; empty for any other."""
+    """Returns the warning before a run that is predicted not to fit; empty for other runs."""
     if outlook.fits is not False:
         return ""
     overrides, why = next_setting(outlook)
     pairs = " ".join(f"{name}={value}" for name, value in overrides.items())
-    more = f"The same training takes less with {pairs}. {why}" if overrides else _another(outlook)
-    return f"warning: it may run out of memory. {more}"
+    more = f"The same training takes less memory with {pairs}. {why}" if overrides else _another(outlook)
+    return f"warning: the run may run out of memory. {more}"
 
 
 def next_setting(outlook: Preflight, used: int | None = None) -> tuple[dict[str, Any], str]:
-    """Chooses the parameters to change, by name, and describes the prediction; no parameters if none helps.
+    """Chooses the parameters to change, by name, and describes the prediction; no parameters if no change helps.
 
-    It takes the fastest setting that fits if the device's speed is known, else the first of `_candidates`; if none is
-    predicted to fit, the one that takes least. `used` bytes, if they are known, correct the predictions.
+    It takes the fastest candidate of `same_training` that fits if the device's speed is known, else the first that
+    fits; if none fits, the candidate with the least memory. The bytes `used` by the failed run correct predictions.
     """
     config, room, setting = outlook.config, outlook.room, outlook.setting
     replicas, blocks = room.replicas if room else config.launch.num_replicas or 1, False
     if setting is not None and (setting.where.device_type == "tpu" or config.optim.batch_size == 1):
-        blocks = can_block(config, setting.shape)  # elsewhere fewer rows come first
+        blocks = can_block(config, setting.shape)  # on other devices fewer rows come first
     candidates = list(same_training(config, replicas, blocks))
     if not candidates:
         return {}, ""
@@ -96,17 +96,17 @@ def next_setting(outlook: Preflight, used: int | None = None) -> tuple[dict[str,
     factor = max(1.0, used / before) if used else 1.0
     bound = where.budget / factor if used else min(where.budget, SMALLER * before)
     settings, ranks = [setting.of(one) for one in candidates], where.chip.bf16_flops is not None
-    if ranks and min(one.peak_bytes for one in settings) >= before:  # such as that of samples, which have no passes
+    if ranks and min(one.peak_bytes for one in settings) >= before:  # such as a rollout's peak, which has no passes
         return {}, ""
     fitting = [one for one in settings if one.peak_bytes <= bound]
-    if not ranks:  # the speed is not known
+    if not ranks:  # the device's speed is not known
         best = next(iter(fitting), settings[0])
     elif fitting:
         best = min(fitting, key=lambda one: one.time.seconds)
     else:
         best = min(settings, key=lambda one: one.peak_bytes)
-    why = f"Predicted is {best.peak_bytes * factor / GIB:.2f} of {where.limit / GIB:.2f} GiB; before it was "
-    why += f"{before / GIB:.2f}" + (f", and {used / GIB:.2f} were wanted" if used else "")
+    why = f"Predicted memory: {best.peak_bytes * factor / GIB:.2f} of {where.limit / GIB:.2f} GiB, before the change "
+    why += f"{before / GIB:.2f}" + (f"; {used / GIB:.2f} were requested" if used else "")
     return _changes(config, best.config), why if fitting else f"It may still be too much. {why}"
 
 
@@ -115,11 +115,11 @@ def _changes(config: TrainConfig, best: TrainConfig) -> dict[str, Any]:
 
 
 def _saved(config: TrainConfig) -> int | None:
-    """The step of the checkpoint that the run resumes from; None if it has saved nothing yet."""
+    """Returns the step of the checkpoint that the run resumes from; None if it has saved nothing yet."""
     try:
         found = list_checkpoints(config.checkpoints_place)[0]
         stored = found[-1].document("config") if found else None
-    except (OSError, ValueError):  # an object store does not answer, or a file is damaged: the run raises it too
+    except (OSError, ValueError):  # an object store does not answer, or a file is damaged; the run raises this, too
         return None
     if stored is None:
         return None
@@ -127,19 +127,19 @@ def _saved(config: TrainConfig) -> int | None:
 
 
 def _another(outlook: Preflight) -> str:
-    """Names the changes that make another training, where no other setting of the same one helps."""
-    text = "No setting of the same training helps any more"
+    """Describes changes that need a new training, if no setting of the same training helps."""
+    text = "No other setting of the same training takes less memory"
     if outlook.setting is None or not (changes := told([*options(outlook.setting)])):
-        return f"{text}; `python -m tpu_kit plan` says how much another one takes"
-    return f"{text}. Another one takes less, with each of these on top of those before: {'; '.join(changes)}"
+        return f"{text}; `python -m tpu_kit plan` shows the memory of other settings"
+    return f"{text}. A new training takes less, with these changes one after the other: {'; '.join(changes)}"
 
 
 def _advice(overrides: dict[str, Any], why: str, saved: int | None) -> str:
-    goes_on = "it begins anew, as nothing was saved yet" if saved is None else f"the run goes on from step {saved}"
+    goes_on = "it starts anew, because nothing was saved yet" if saved is None else f"the run resumes from step {saved}"
     pairs = " ".join(f"{name}={value}" for name, value in overrides.items())
     lines = "\n".join(f"  {name} = {value!r}" for name, value in overrides.items())
     return (
-        f"Out of memory. The next setting that fits is\n  {pairs}\n{why}. An update has the same rows as before, and "
-        f"{goes_on}.\nRun the same command with that at its end; in a notebook add to the parameters cell\n{lines}\n"
-        "and run it again, with the cells after it"
+        f"Out of memory. The next setting that fits is\n  {pairs}\n{why}. An update keeps its rows, and "
+        f"{goes_on}.\nAppend these settings to the same command; in a notebook, add to the parameters cell\n{lines}\n"
+        "and run it and the cells after it again"
     )

@@ -1,8 +1,8 @@
-"""Plans a run for TPUs: which settings fit a chip, which are fastest, how long the run takes and what it costs.
+"""Plans a run for TPUs: the settings that fit a chip, the fastest of them, and the run's duration and cost.
 
-A batch size or remat that the user set is kept. Of those left open the planner takes the setting with the most tokens
-per second that leaves a reserve of memory, by formula. With `exact`, the TPU compiler compiles it, and a smaller one if
-that does not fit.
+A batch size or remat that the user set is kept. For open settings, the planner takes the values with the most tokens
+per second that leave a reserve of memory, by formula. With `exact`, the TPU compiler compiles this setting, and smaller
+settings until one fits.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from tpu_kit.torch_tpu.limits import run_limits
 from tpu_kit.training.losses.rollout_programs import check_sampling, warnings_of
 
 TIE = 0.05
-"""Settings whose speeds differ by less count as equally fast, as the compiler's cost model does not tell them apart. Of
-them the one with fewest passes is picked, as it compiles sooner, then the one with most rows in an update."""
+"""Settings whose speeds differ by less count as equally fast, because the compiler's cost model cannot tell them apart.
+The planner then prefers the fewest passes, which compile faster, and then the most rows in an update."""
 MOST_UNTIMED_ROWS = 8
-"""Most rows of `batch_size=auto` on a CPU, where more are not faster, and on a GPU of unknown speed."""
+"""Largest `batch_size=auto` on a CPU, where more rows are not faster, and on a GPU of unknown speed."""
 _COMPILED = (
     "argument_bytes", "temporary_bytes", "output_bytes", "aliased_bytes", "code_bytes", "flops", "bytes_accessed",
     "compile_seconds", "program",
@@ -45,18 +45,18 @@ _COMPILED = (
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Setting):
-    """The plan of a run on a slice: the setting that was picked, with the compiler's figures if it was asked.
+    """The plan of a run on a slice: the picked setting, with the compiler's figures if it was asked.
 
     Attributes:
         settings: all candidates by formula, fastest first.
         run: time and cost of the run.
         checkpoint_bytes: size of a checkpoint.
-        advice: the largest batch, sequence and rank that fit; and what to change if nothing fits.
+        advice: the largest batch, sequence and rank that fit, and changes if the run does not fit.
         inference: the longest context for generation.
-        updates: number of updates; None where it is not known, for the reason `unknown`.
-        note: changes that the user did not ask for, and why there is a mesh or none.
-        tensors: where each of the model's tensors lies on the mesh; empty without one.
-        collectives: those of a step on the mesh.
+        updates: number of updates; None if it is not known, for the reason `unknown`.
+        note: changes that the user did not ask for, and the reason for a mesh or replicas.
+        tensors: the placement of the model's tensors on the mesh; empty without a mesh.
+        collectives: the collectives of a step on the mesh.
     """
 
     settings: tuple[Setting, ...]
@@ -71,7 +71,7 @@ class Plan(Setting):
     collectives: tuple[Collective, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """The object of `plan --json`."""
+        """Returns the object that `plan --json` prints."""
         batch, run = self.update, self.run
         values: dict[str, Any] = {
             "chip": self.where.chip.name, "chips": self.where.chips, "replicas": self.where.replicas,
@@ -96,16 +96,16 @@ class Plan(Setting):
 
 
 def plan(config: TrainConfig, chips: Sequence[str] = ("v5e",), exact: bool = False) -> list[Plan]:
-    """Makes a plan for each chip; with a warning where the run cannot be split over one, if it can over another.
+    """Makes a plan for each slice; warns about slices over which the run cannot be split, if another is possible.
 
     Args:
-        config: the run; one of `grpo` if it sets a parameter of `rl`.
-        chips: names as `slices.find_slice` takes them, or of services that give slices away: kaggle, colab.
+        config: the run; planned as `grpo` if it sets a parameter of `rl`.
+        chips: names for `slices.find_slice`, or of services with free slices: kaggle, colab.
         exact: whether to run the TPU compiler, which takes some minutes for each chip.
 
     Raises:
-        ValueError: of `slices.find_slice`, `shape_cache.read_shape` or `memory_estimate.estimate`; or the global batch
-            cannot be split over any of them; or as `run_limits`, `check_sampling` and `check_objective`.
+        ValueError: as `slices.find_slice`, `shape_cache.read_shape`, `memory_estimate.estimate`, `run_limits`,
+            `check_sampling` and `check_objective`; or the global batch cannot be split over any slice.
     """
     config = as_trained(config)
     if problems := run_limits(config):
@@ -166,17 +166,17 @@ def best_setting(
     rows: Count | None = None,
     asks: Callable[[Setting], float] = lambda best: 0.0,
 ) -> Setting:
-    """Chooses what `auto` leaves open of `optim.batch_size` and `optim.remat`: the fastest that fits.
+    """Chooses open values of `optim.batch_size` and `optim.remat`: the fastest setting that fits.
 
     Args:
-        config: the run; a number in optim.batch_size is kept, also the default one.
-        where: the slice, or this machine; of unknown speed it has `MOST_UNTIMED_ROWS` at most.
+        config: the run; a number in optim.batch_size is kept, even the default.
+        where: the slice, or this machine; with unknown speed, the batch size is at most `MOST_UNTIMED_ROWS`.
         exact: whether the TPU compiler verifies the formula's pick.
-        rows: of the data, where they were counted; see `LEAST_UPDATES`.
-        asks: without `exact`, the seconds that the compiler has to verify the formula's pick; 0 does not ask it.
+        rows: the rows of the data, if they were counted; see `LEAST_UPDATES`.
+        asks: without `exact`, returns the seconds that the compiler has to verify the pick; 0 does not ask it.
 
     Raises:
-        ValueError: as `plan`; or with optim.batch_size=auto not one row fits, with what to change.
+        ValueError: as `plan`; or not even one row fits with optim.batch_size=auto, with changes that help.
     """
     config = replace(config, sources=dict(config.sources) | {"optim.batch_size": "code"})
     settings = candidates(config, read_shape(config.model), where, rows or Count(None))
@@ -196,15 +196,15 @@ def best_setting(
 
 
 def candidates(config: TrainConfig, shape: Shape, where: TargetSlice, rows: Count) -> list[Setting]:
-    """Finds the settings for one slice, by formula, the fastest first; of unknown speed, those with the most rows.
+    """Returns the settings for a slice, by formula, the fastest first; with unknown speed, the most rows first.
 
     Raises:
-        ValueError: the rows of an update cannot be split over the replicas, or those of a pass are too many.
+        ValueError: the rows of an update cannot be split over the replicas, or a pass has too many tokens.
     """
     found, known = list[Setting](), where.chip.bf16_flops is not None
     for remat in remats(config, where, shape):
         if remat == "blocks" != config.optim.remat and any(one.fits for one in found):
-            continue  # it takes longer
+            continue  # recomputing blocks is slower
         base = Setting(replace(config, optim=replace(config.optim, remat=remat)), shape, where)
         for number, whole in batches(base, rows, MOST_ROWS if known else MOST_UNTIMED_ROWS):
             if number * config.data.max_length >= MOST_TOKENS:
@@ -221,9 +221,9 @@ def candidates(config: TrainConfig, shape: Shape, where: TargetSlice, rows: Coun
 
 
 def _wait(one: Setting, longer: float, rows: Count, asked: str) -> float:
-    """An update's part of the seconds by which a setting compiles `longer`.
+    """Returns the additional compile time `longer` divided by the number of updates, in seconds.
 
-    If the number of updates is not known, it is infinite for layers one by one that nobody `asked` for.
+    If that number is not known, it is infinite for remat=none that `auto` would choose (`asked`), else 0.
     """
     if not longer:
         return 0.0
@@ -233,7 +233,7 @@ def _wait(one: Setting, longer: float, rows: Count, asked: str) -> float:
 
 
 def fastest(settings: Sequence[Setting]) -> Setting:
-    """Picks of `candidates` the fastest that fits; if none does, the one that takes least."""
+    """Picks the fastest of `candidates` that fits; if none fits, the setting with the least memory."""
     fitting = [one for one in settings if one.fits]
     if not fitting:
         return min(settings, key=lambda one: one.peak_bytes)
@@ -244,17 +244,17 @@ def fastest(settings: Sequence[Setting]) -> Setting:
 
 
 def verified(settings: Sequence[Setting], seconds: float | None = None) -> Setting:
-    """Compiles the fastest; if it does not fit, the next smaller ones until one does.
+    """Compiles the fastest setting; if it does not fit, compiles smaller settings until one fits.
 
-    Of a run that samples, a smaller batch changes only "accumulate".
+    In a run that samples, a smaller batch changes only "accumulate".
 
     Args:
-        settings: of `candidates`.
-        seconds: that the compiler has for all of them. When they are over, it is the fastest that fits by the formula,
-            corrected by what was compiled; errors of the compiler are noted, and not raised.
+        settings: as returned by `candidates`.
+        seconds: time limit for all compiles. After it, the fastest setting that fits by the formula, corrected by the
+            compiled settings, is returned; errors of the compiler are noted and not raised. None: no limit.
 
     Returns:
-        A compiled setting; or one by formula, with the reason in `unverified`.
+        A compiled setting, or a setting by formula with the reason in `unverified`.
     """
     first, answers = fastest(settings), list[Setting]()
     below = sorted((one for one in settings if one.peak_bytes < first.peak_bytes), key=lambda one: -one.peak_bytes)
@@ -265,27 +265,27 @@ def verified(settings: Sequence[Setting], seconds: float | None = None) -> Setti
             if answers[-1].fits or answers[-1].largest not in ("step", "accumulate"):
                 return answers[-1]
     except CompilerUnavailable as error:
-        return replace(first, unverified=f"by formula, as the compiler cannot run: {error}")
+        return replace(first, unverified=f"by formula, because the compiler cannot run: {error}")
     except (RuntimeError, ValueError) as error:
         if seconds is None:
             raise
         reason = str(error).strip().splitlines()[0][:200]
         if isinstance(error, CompileTimeout):
-            reason = f"it had no answer in {seconds:g} s"
+            reason = f"no answer in {seconds:g} s"
         if not answers:
-            return replace(first, unverified=f"by formula, as the compiler was asked and {reason}")
+            return replace(first, unverified=f"by formula, because the compiler did not decide: {reason}")
         least = min(answer.bound for answer in answers)
         rest = [one for one in below if one.peak_bytes <= least] or below[-1:] or [first]
-        text = f"{len(answers)} larger settings do not fit by the compiler, and of this one {reason}"
+        text = f"by the compiler, {len(answers)} larger settings do not fit; for this setting: {reason}"
         return replace(fastest(rest), unverified=text)
     return min(answers, key=lambda one: one.peak_bytes)
 
 
 def _largest_batch(picked: Setting, guess: int) -> int:
-    """The largest batch that was compiled and fits; 0 if none does.
+    """Returns the largest compiled batch that fits; 0 if none fits.
 
-    It compiles the formula's largest batch, then that at which the line through both meets the limit, up to twice the
-    rows that were compiled. Near the limit the compiler saves memory by itself, and the line may not rise.
+    It compiles the formula's largest batch `guess`. Then it compiles the batch at which the line through both figures
+    meets the limit, at most twice the compiled rows. Near the limit the compiler saves memory, so the line may fall.
     """
     rows, limit = picked.update.batch_size, picked.where.limit * (1 - picked.free)
     made = {rows: picked}

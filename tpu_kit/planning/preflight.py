@@ -1,7 +1,7 @@
 """Chooses the batch and `optim.remat` of a run before `train` launches it, and predicts its memory and time.
 
-The predictions come from the formula. If it does not cover a configuration, a message says so and the run starts. Where
-the formula alone does not decide and libtpu is installed, the TPU compiler is asked, for a minute at most: see `_Asks`.
+The predictions come from the formula. If it does not cover a configuration, a message says so and the run starts. If
+the formula alone does not decide and libtpu is installed, the TPU compiler is asked for at most a minute: see `_Asks`.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from tpu_kit.training.losses.rollout_programs import rollout_of, warnings_of
 from tpu_kit.xla.splash_blocks import padded_length, query_block
 
 ASKED_SECONDS = 60.0
-"""The most time that the TPU compiler has where the user did not ask for it; its answer is kept on disk."""
+"""Time limit of the TPU compiler if the user did not ask for it; its answer is cached on disk."""
 NEAR = 0.12
-"""Share of a chip's memory: nearer to it the formula does not tell whether a step fits. Its error is less for 9 of 10
-steps of seeds that it was not fitted to."""
+"""Share of a chip's memory: if the predicted peak is closer to the limit, the formula does not decide. Its error is
+smaller for 9 of 10 steps of seeds that it was not fitted to."""
 ROUNDED_PER_SECOND = {"int8": 500e6, "int4": 45e6}
-"""Weights that one core of a server's CPU rounds in a second (measured: 584e6 and 49e6, groups of 128)."""
+"""Weights that a core of a server's CPU quantizes per second (measured: 584e6 and 49e6, groups of 128)."""
 _LEAST_TILE = 128
-"""Tokens that a tile of the MLP, or a chunk of the loss on a mesh, should have: with fewer, a TPU's products wait."""
+"""Least tokens in a tile of the MLP, or in a chunk of the loss on a mesh: fewer leave a TPU's matrix units idle."""
 _PADDED = 1.05
-"""A row whose padding for the kernel of attention is longer by this factor is told."""
+"""A note is printed if the attention kernel pads a row by more than this factor."""
 
 
 @dataclass(frozen=True)
@@ -50,11 +50,10 @@ class Preflight:
     """The predictions for a run before it starts.
 
     Attributes:
-        config: the run, with a number for every "auto" that the launch needs.
-        room: the devices, and the memory of a replica; None where that is not known.
-        setting: the run on these devices, with the compiler's figures if it was asked; None where its memory is not
-            known.
-        notes: what was chosen, and what is not known.
+        config: the run, with values for every "auto" that the launch needs.
+        room: the devices, and the memory of a replica; None if that is not known.
+        setting: the run on these devices, with the compiler's figures if it was asked; None if its memory is not known.
+        notes: the choices that were made, and the facts that are not known.
     """
 
     config: TrainConfig
@@ -64,33 +63,33 @@ class Preflight:
 
     @property
     def fits(self) -> bool | None:
-        """Whether the run fits with the reserve; None where that is not known."""
+        """Whether the run fits with the reserve; None if that is not known."""
         return None if self.setting is None else self.setting.fits
 
     @property
     def time(self) -> StepTime | None:
-        """The time of a step; None where it is not known."""
+        """The time of a step; None if it is not known."""
         return self.setting.time if self.setting and self.setting.where.chip.bf16_flops else None
 
     @property
     def device_bytes(self) -> int | None:
-        """Peak memory of a device, bytes; None off TPU and GPU, where it is not known."""
+        """Peak memory of a device in bytes; None if it is not known, as on a CPU."""
         known = self.setting is not None and self.setting.where.device_type in ("tpu", "cuda")
         return self.setting.peak_bytes if self.setting and known else None
 
     def duration(self, updates: int) -> str:
-        """Describes how long so many updates take, and how that is known."""
-        besides = "compiling, evaluation and checkpoints come on top"
+        """Describes the duration of `updates` updates, and the source of the figure."""
+        besides = "without compiling, evaluation and checkpoints"
         if self.time is not None:
             how = "estimated, not measured" if self.time.measured is None else "as measured on this machine"
             return f"about {_duration(updates * self.time.seconds)} {how}; {besides}"
         one = self.setting
-        # A run that samples learns from as many tokens as the model writes.
+        # In a run that samples, the tokens depend on the completions.
         if one is None or one.several or one.where.device_type not in ("cpu", "xla-cpu"):
             return "not known before the first updates"
         done = work(seen_on(one.where.device_type, one.config), one.shape, one.update)
         least = updates * one.where.replicas * done.flops / _host_rate()
-        return f"at least {_duration(least)} by the present speed of this CPU's matrix products; {besides}"
+        return f"at least {_duration(least)} by the current speed of matrix products on this CPU; {besides}"
 
     def __str__(self) -> str:
         table = _table(self.setting, self.time) if self.setting else []
@@ -111,7 +110,7 @@ def _table(one: Setting, time: StepTime | None) -> list[str]:
         f"kept free: {verdict}",
     ]
     if room.device_type != "tpu":
-        lines[0] += f", which is made for TPUs and not for {room.device_type}"
+        lines[0] += f", a formula for TPUs, not for {room.device_type}"
     elif ratio := room.calibration.memory:
         lines[0] += f", {ratio * peak / GIB:.2f} GiB as measured on this machine"
     if time is not None:
@@ -131,20 +130,20 @@ def check_before_launch(
     backend: Backend | None = None,
     began: Mapping[str, Any] | None = None,
 ) -> Preflight:
-    """Chooses what the launch needs, and predicts memory and time.
+    """Chooses open settings of a launch, and predicts its memory and time.
 
     Args:
         config: the run.
-        exact: whether the TPU compiler verifies the batch size and remat, given or chosen by `auto`.
+        exact: whether the TPU compiler verifies batch size and remat.
         at: the machine; this one by default.
-        rows: packed rows of the training data, or prompts of a run that samples; None where they are not known yet.
-        backend: of `detect`, if it was found before; it has the hosts.
-        began: of the checkpoint that the run continues from, its "batch_size" and its "global_batch_size".
+        rows: packed rows of the training data, or prompts of a run that samples; None if they are not known yet.
+        backend: the result of `detect`, with the hosts; None detects it.
+        began: "batch_size" and "global_batch_size" of the checkpoint from which the run resumes; None for a new run.
 
     Raises:
-        ConfigError: the batch cannot be split over the replicas, or the rows do not fill one; rows have no equal
-            tiles; or attention's scores, or the cache of a rollout, alone exceed the memory.
-        ValueError: as `detection.detect`; `optim.batch_size=auto` cannot be chosen.
+        ConfigError: the batch cannot be split over the replicas, or the rows do not fill it; rows have no equal tiles;
+            or the attention scores, or a rollout's KV cache, alone exceed the memory.
+        ValueError: as `detection.detect`; or `optim.batch_size=auto` cannot be chosen.
     """
     backend = backend or detect(config.launch, at)
     room = device_memory_budget(config, at, backend=backend)
@@ -164,7 +163,7 @@ def check_before_launch(
     elif config.optim.batch_size == "auto":
         problem = problem or "how much memory this machine has is not known"
         raise ValueError(f"optim.batch_size=auto: {problem}; give a number, such as optim.batch_size=4")
-    if config.optim.remat == "auto":  # nothing to choose by
+    if config.optim.remat == "auto":  # the memory or the shape is not known
         config = replace(config, optim=replace(config.optim, remat="full"))
     shards = mesh.batch_shards if mesh else room.replicas if room else None
     if shards is not None:
@@ -176,7 +175,7 @@ def check_before_launch(
         notes += warnings_of(config, 1 if config.launch.mesh else room.replicas)
     try:
         _ = one and one.memory
-    except ValueError as error:  # the run raises it too
+    except ValueError as error:  # the run raises it, too
         one, problem = None, str(error)
     if one is not None and (wrong := [*_divisions(one), *_scores(one), *_caches(one)]):
         raise ConfigError(wrong)
@@ -192,7 +191,7 @@ def check_before_launch(
 
 
 def filled_batch(config: TrainConfig, replicas: int, rows: int | None) -> tuple[TrainConfig, list[str]]:
-    """Lowers the default batch to one that the rows fill."""
+    """Lowers the default batch size if the rows do not fill the batch; raises ConfigError if it was set."""
     batch = batch_arithmetic(config, replicas)
     if rows is None or config.free_passes or rows >= batch.global_batch_size:
         return config, []
@@ -208,13 +207,13 @@ def settle(
     config: TrainConfig, room: TargetSlice, exact: bool, count: int | None, began: Mapping[str, Any],
     asks: Callable[[Setting], float] = lambda best: 0.0,
 ) -> tuple[TrainConfig, Setting | None, list[str]]:  # fmt: skip
-    """Chooses what `auto` leaves open of `optim.batch_size` and `optim.remat`.
+    """Chooses values for `optim.batch_size` and `optim.remat` if they are "auto".
 
-    A resumed run keeps the rows of an update, and the rows of a pass where they still divide them. `began` has its
-    "batch_size" and "global_batch_size"; it is empty for a new run. `asks` is that of `best_setting`.
+    A resumed run keeps the rows of an update, and the rows of a pass if they still divide the update. `began` has its
+    "batch_size" and "global_batch_size"; it is empty for a new run. `asks` is passed to `best_setting`.
 
     Returns:
-        The run; the setting that was chosen, None where nothing was left open; and the reasons.
+        The run; the chosen setting, or None if nothing was open; and the reasons.
     """
     notes = list[str]()
     if config.optim.batch_size == "auto" and isinstance(began.get("batch_size"), int):
@@ -226,29 +225,29 @@ def settle(
     best = best_setting(config, room, exact, Count(count), asks)
     why = f"the fastest that leaves {best.free:.0%} of {room.limit / GIB:.2f} GiB, by {best.source}"
     if room.chip.bf16_flops is None:
-        why = f"the most that leaves {best.free:.0%} of {room.limit / GIB:.2f} GiB, and {MOST_UNTIMED_ROWS} at most"
+        why = f"the largest that leaves {best.free:.0%} of {room.limit / GIB:.2f} GiB, at most {MOST_UNTIMED_ROWS}"
     elif not best.fits:
-        why = "which takes least"
+        why = "the setting with the least memory"
     values: dict[str, Any] = {name: getattr(best.config.optim, name) for name in names}
     notes += [f"optim.{name}=auto is {value}: {why}" for name, value in values.items()]
     return replace(config, optim=replace(config.optim, **values)), best, notes
 
 
 def _resumed(config: TrainConfig, room: TargetSlice, rows: int, whole: int) -> tuple[TrainConfig, list[str]]:
-    """Keeps the rows of an update, and those of a pass where they still divide them."""
+    """Keeps the rows of an update, and the rows of a pass if they still divide the update."""
     optim = config.optim
-    if not config.free_passes:  # else its passes hold what was sampled
+    if not config.free_passes:  # otherwise its passes hold the samples
         optim = replace(optim, global_batch_size=optim.global_batch_size or whole, gradient_accumulation=1)
         if whole != optim.global_batch_size or whole % (rows * room.replicas):
             return replace(config, optim=optim), []
-    note = f"optim.batch_size={rows}, as in the run that this one resumes"
+    note = f"optim.batch_size={rows}, as in the resumed run"
     return replace(config, optim=replace(optim, batch_size=rows)), [note]
 
 
 def _placed(
     config: TrainConfig, room: TargetSlice | None, shape: Shape | None, backend: Backend
 ) -> tuple[TrainConfig, TargetSlice | None, Mesh | None, list[str]]:
-    """Checks the run's mesh, or chooses between replicas and a mesh on several TPU devices; and says what it is."""
+    """Checks the run's mesh, or chooses between replicas and a mesh on several TPU devices; adds notes about it."""
     launch = config.launch
     if room is not None and room.device_type == "tpu" and shape is not None:
         config, room, why = placed(config, shape, replace(room, replicas=room.devices, mesh=None))
@@ -266,12 +265,12 @@ def _placed(
 
 
 def _divisions(one: Setting) -> Iterator[str]:
-    """Yields why tokens do not divide into equal tiles of the MLP, or on a mesh into chunks of the loss."""
+    """Yields a problem if tokens do not divide into equal tiles of the MLP, or on a mesh into chunks of the loss."""
     from tpu_kit.model.loop.activation_checkpointing import tiles_of  # it loads torch
 
     config, mesh = seen_on(one.where.device_type, one.config), one.where.mesh
     optim, length, rows = config.optim, config.data.max_length, one.update.batch_size
-    tokens = length // mesh.context if mesh else rows * length  # on a mesh each tile has tokens of every row
+    tokens = length // mesh.context if mesh else rows * length  # on a mesh a tile has tokens of every row
     sizes = {"mlp_tile": optim.mlp_tile} if optim.remat in ("full", "blocks") and optim.scan_layers != "off" else {}
     for name, size in (sizes | ({"loss_chunk": optim.loss_chunk} if mesh else {})).items():
         most = max(1, size // rows if mesh else size) if size else tokens
@@ -280,19 +279,19 @@ def _divisions(one: Setting) -> Iterator[str]:
             near = max(_LEAST_TILE, length // _LEAST_TILE * _LEAST_TILE)
             yield (
                 f"data.max_length={length}: {rows} x {length} tokens would be {count:,} tiles of {tokens // count} for "
-                f"optim.{name}={size}, as no larger ones are equal; set data.max_length={near}, a multiple of "
+                f"optim.{name}={size}, because larger tiles are not equal; set data.max_length={near}, a multiple of "
                 f"{_LEAST_TILE}"
             )
             return
 
 
 def _scores(one: Setting) -> Iterator[str]:
-    """Yields why attention cannot run: its scores, or the mask of a GPU's or CPU's kernel, exceed the memory."""
+    """Yields a problem if attention scores, or the mask of a GPU's or CPU's kernel, exceed the memory."""
     where, rows, length = one.where, one.update.batch_size, one.config.data.max_length
     config, size = seen_on(where.device_type, one.config), item_bytes(one.config.model.base_dtype)
     shards = where.mesh.model * where.mesh.context if where.mesh else 1
     heads = -(-max(kind.heads for kind in one.shape.kinds) // shards)
-    if where.device_type in ("cuda", "cpu"):  # booleans, and what PyTorch makes of them
+    if where.device_type in ("cuda", "cpu"):  # a mask of booleans, and PyTorch's copy in the compute dtype
         block = length if where.device_type == "cuda" else query_block(length)
         each, what = block * length * (1 + size), f"the mask of {block:,} x {length:,} x {1 + size} bytes"
     elif config.model.attention == "sdpa":
@@ -307,7 +306,7 @@ def _scores(one: Setting) -> Iterator[str]:
         return
     advice = f"optim.batch_size={fitting}" if (fitting := where.limit // each) else "a smaller data.max_length"
     if where.device_type in ("tpu", "torch-tpu"):
-        advice = f"model.attention=auto, which has a kernel without them, or {advice}"
+        advice = f"model.attention=auto, whose kernel writes no scores, or {advice}"
     yield (
         f"model.attention={one.config.model.attention}: {what} for each of {rows} rows are {rows * each / GIB:.2f} "
         f"GiB, more than the {where.limit / GIB:.2f} GiB of {where.name}; set {advice}"
@@ -315,7 +314,7 @@ def _scores(one: Setting) -> Iterator[str]:
 
 
 def _caches(one: Setting) -> Iterator[str]:
-    """Yields why a rollout cannot run: its keys and values exceed the memory that weights and state leave."""
+    """Yields a problem if a rollout's KV cache exceeds the memory that weights and state leave."""
     config, where = one.config, one.where
     replicas = 1 if where.mesh else where.replicas
     if (rollout := rollout_of(config, replicas)) is None:
@@ -330,14 +329,13 @@ def _caches(one: Setting) -> Iterator[str]:
     advice = f"set rl.prompts_per_update={most}" if most else "lower rl.num_generations or rl.max_completion_length"
     yield (
         f"rl.prompts_per_update={config.rl.prompts_per_update}: keys and values of {rollout.prompts} prompts and "
-        f"{rollout.samples} completions in {rollout.slots:,} slots take {caches / GIB:.2f} GiB, and {where.name} has "
-        f"{where.limit / GIB:.2f} GiB for each of {where.replicas}, of which weights and state take {rest / GIB:.2f}; "
-        f"{advice}"
+        f"{rollout.samples} completions in {rollout.slots:,} slots take {caches / GIB:.2f} GiB. Weights and state take "
+        f"{rest / GIB:.2f} GiB of the {where.limit / GIB:.2f} GiB of a device of {where.name}; {advice}"
     )
 
 
 def _padding(one: Setting) -> list[str]:
-    """Says to which length the kernel of attention pads rows, if that costs time."""
+    """Returns a note on the length to which the attention kernel pads rows, if that costs time."""
     length = one.config.data.max_length
     mesh = one.where.mesh
     shards = mesh.context if mesh and not all(mesh.exchanges(kind.kv_heads) for kind in one.shape.kinds) else 1
@@ -351,19 +349,19 @@ def _padding(one: Setting) -> list[str]:
 
 
 def _rounding(config: TrainConfig, shape: Shape | None) -> list[str]:
-    """Says how long the base weights are rounded to integers, if that takes minutes."""
+    """Returns a note on the time to quantize the base weights, if that takes minutes."""
     rate = ROUNDED_PER_SECOND.get(config.model.base_dtype)
     if shape is None or rate is None or not config.lora.r:
         return []
     minutes = shape.linear_weights / rate / 60
-    cache = f"; {config.model.quant_cache} keeps them for the next" if config.model.quant_cache else ""
-    text = f"model.base_dtype={config.model.base_dtype}: the first start rounds the weights, {minutes:.0f} minutes"
-    return [f"{text} of one core{cache}"] if minutes >= 1 else []
+    cache = f"; later starts read them from {config.model.quant_cache}" if config.model.quant_cache else ""
+    text = f"model.base_dtype={config.model.base_dtype}: the first start quantizes the weights in {minutes:.0f} minutes"
+    return [f"{text} on one core{cache}"] if minutes >= 1 else []
 
 
 @cache
 def _host_rate() -> float:
-    """Measures the FLOP/s of an fp32 matrix product on this CPU, in a tenth of a second; training reaches less."""
+    """Measures the FLOP/s of fp32 matrix products on this CPU for a tenth of a second; training reaches less."""
     import torch
 
     factor = torch.ones(512, 512)
@@ -377,11 +375,11 @@ def _host_rate() -> float:
 
 @dataclass(frozen=True)
 class _Asks:
-    """Decides whether the TPU compiler is asked though the user did not ask for it, and tells why.
+    """Decides whether to ask the TPU compiler without the user's request, and prints the reason.
 
-    A process of its own compiles the step (`compile_check`), opens no TPU, and is killed when the time is over. On
-    several hosts answers that come in time on one of them alone would make different runs, and a run of several
-    programs compiles for minutes: the formula decides there.
+    A separate process compiles the step (`compile_check`), opens no TPU, and is killed after the time limit. The
+    formula decides on several hosts, because an answer in time on only some hosts would give different runs, and for
+    runs of several programs, which compile for minutes.
     """
 
     backend: Backend
@@ -393,7 +391,7 @@ class _Asks:
         return "optim.batch_size is auto" if self.auto else f"the formula is within {NEAR:.0%} of the memory"
 
     def __call__(self, one: Setting) -> float:
-        """The seconds that it has for a setting by formula; 0 if it is not asked."""
+        """Returns the compiler's time limit in seconds for a setting by formula; 0 if it is not asked."""
         room = one.where
         if self.resumes or room.device_type != "tpu" or room.topology is None or self.backend.hosts.count > 1:
             return 0.0
@@ -405,7 +403,7 @@ class _Asks:
         except CompilerUnavailable:
             return 0.0
         if ASKED_SECONDS:
-            text = f"asking the TPU compiler, at most {ASKED_SECONDS:g} s, as {self.reason}"
+            text = f"asking the TPU compiler, at most {ASKED_SECONDS:g} s, because {self.reason}"
             print(f"plan             {text}", file=sys.stderr, flush=True)
         return ASKED_SECONDS
 
@@ -418,4 +416,4 @@ def _answer(made: Setting) -> str:
         return f"by the compiler, it {made.compiled['step']}"
     sizes = ", ".join(f"{name} {size / GIB:.2f}" for name, size in made.peaks.items())
     verdict = "fits" if made.fits else "does not fit"
-    return f"by the compiler, it {verdict}: of {made.where.limit / GIB:.2f} GiB {sizes}"
+    return f"by the compiler, it {verdict} {made.where.limit / GIB:.2f} GiB: {sizes}"

@@ -1,4 +1,4 @@
-"""The memory of a device while each program of a run is at work: by formula, and by the compiler where it was asked."""
+"""The memory of a device during each program of a run, by formula and, if it was asked, by the compiler."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def cache_bytes(config: TrainConfig, shape: Shape, rows: int, slots: int, mesh: Mesh | None) -> int:
-    """Bytes of a key/value cache on one device, in the compute dtype: its stacks (G, B, m, S, d) for the turns G."""
+    """Returns the bytes of a KV cache on one device: stacks (layers, rows, heads, slots, head_dim), compute dtype."""
     size, mesh = item_bytes(config.model.base_dtype), mesh or Mesh()
     total = 0
     for kind, count in shape.counted:
@@ -30,16 +30,16 @@ def cache_bytes(config: TrainConfig, shape: Shape, rows: int, slots: int, mesh: 
 
 @dataclass(frozen=True)
 class ProgramPeak:
-    """The memory of a device while a program is at work.
+    """The memory of a device while a program runs.
 
     Attributes:
-        name: "step"; or "prefill", "samples", "decode", "accumulate" or "apply".
-        arguments: bytes by name of the buffers that it reads.
-        results: bytes that it returns in new buffers.
-        temporaries: bytes by name of the buffers that live only within it.
-        code: its own size.
-        beside: bytes of the other buffers, without the code of other programs.
-        moment: the moment of its peak, where it has several.
+        name: "step", "prefill", "samples", "decode", "accumulate" or "apply".
+        arguments: bytes of the buffers that it reads, by name.
+        results: bytes of the new buffers that it returns.
+        temporaries: bytes of the buffers that exist only while it runs, by name.
+        code: bytes of the program.
+        beside: bytes of all other allocated buffers, without the code of other programs.
+        moment: the moment of its peak, such as "backward"; empty for programs with one moment.
     """
 
     name: str
@@ -52,19 +52,19 @@ class ProgramPeak:
 
     @property
     def own(self) -> int:
-        """Bytes that the compiler counts."""
+        """Bytes that the compiler counts for the program."""
         return sum(self.arguments.values()) + self.results + sum(self.temporaries.values()) + self.code
 
     @property
     def total(self) -> int:
-        """Bytes of the device."""
+        """Bytes of the device, with the other buffers."""
         return self.own + sum(self.beside.values())
 
 
 def program_rows(programs: Sequence[ProgramPeak], made: Mapping[str, Compiled]) -> list[dict[str, Any]]:
-    """The bytes of a device in each program: by formula, and by the compiler where it was asked.
+    """Returns the device's bytes in each program by formula, and by the compiler's `made` (None without).
 
-    The code of all programs is there all the time.
+    The code of all programs counts in each row, because it stays on the device.
     """
     codes, compiled = sum(one.code for one in programs), sum(one.code_bytes or 0 for one in made.values())
     exact = {name: one.total_bytes - (one.code_bytes or 0) + compiled for name, one in made.items()}

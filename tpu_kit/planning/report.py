@@ -1,4 +1,4 @@
-"""Formats plans as the text that `python -m tpu_kit plan` prints, and picks one for notebook 3."""
+"""Formats plans as the text of `python -m tpu_kit plan`, and picks a plan for notebook 3."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _FACTORS = ("batch_size", "replicas", "gradient_accumulation")
 
 
 def plan_row(one: Plan) -> dict[str, object]:
-    """A row of the table of slices: whether the run fits, its settings, time and cost."""
+    """Returns a row of the table of slices: whether the run fits, its settings, time and cost."""
     values = one.to_dict()
     fitting = values if one.fits else dict.fromkeys(("step_seconds", "tokens_per_second", "run_hours"))
     return {
@@ -44,7 +44,7 @@ def _name(one: Plan) -> str:
 
 
 def _cost(one: Plan) -> str:
-    """Dollars, with those of spot machines in brackets; or what a service gives away."""
+    """Returns dollars, with the price on spot machines in brackets, or the free hours of a service."""
     if one.where.service == "Kaggle":
         return f"free, {KAGGLE_HOURS_PER_WEEK} h a week in sessions of {KAGGLE_HOURS_PER_SESSION} h"
     if one.where.service:
@@ -59,9 +59,9 @@ def format_plans(config: TrainConfig, plans: Sequence[Plan], given: Sequence[str
 
     Args:
         config: the run.
-        plans: one for each slice.
-        given: the file and the settings of the run on the command line.
-        details: whether memory, settings, time and advice of each slice follow.
+        plans: the plan of each slice.
+        given: the file and the settings of the command line.
+        details: whether to add memory, settings, time and advice for each slice.
     """
     best = pick(plans)
     lines = [_verdict(best), "", text_tables.to_text([plan_row(one) for one in plans], ">")]
@@ -87,11 +87,11 @@ def format_plans(config: TrainConfig, plans: Sequence[Plan], given: Sequence[str
     return "\n".join([*lines, "", f"Time is estimated{_measured(plans)}; assumed: {assumed}."])
 
 
-_BYTES = {"gguf-q8_0": 34 / 32, "adapter": 4.0}  # of a parameter in an export, if it is not of 16 bits
+_BYTES = {"gguf-q8_0": 34 / 32, "adapter": 4.0}  # for each parameter in an export without 16-bit weights
 
 
 def _upload(best: Plan) -> list[str]:
-    """The size of what `hub.model_id` gets, and the minutes of its upload; nothing without it."""
+    """Describes the size and upload time of the files for `hub.model_id`; empty without it."""
     if best.config.hub.model_id is None:
         return []
     rate = upload_rate()
@@ -110,7 +110,7 @@ def _upload(best: Plan) -> list[str]:
 
 
 def _inputs(best: Plan) -> list[str]:
-    """What an input beside text costs; nothing for text."""
+    """Describes the cost of a non-text input such as a picture; empty for text."""
     config, inputs = best.config, inputs_of(best.config)
     if inputs is None:
         return []
@@ -119,8 +119,8 @@ def _inputs(best: Plan) -> list[str]:
     batch = sum(padded((1, *shape), dtype.itemsize, free=True) for shape, dtype in inputs.columns.values())
     memory = (batch + inputs.work_bytes(1, size)) / inputs.room
     return [
-        f"{inputs.kind} takes {inputs.tokens} tokens at most, {memory / MIB:,.1f} MiB while its features are made, and "
-        f"{1e3 * time.device:,.2g} ms beside its tokens; a row has room for {inputs.room}"
+        f"{inputs.kind} takes {inputs.tokens} tokens at most, {memory / MIB:,.1f} MiB for its features, and "
+        f"{1e3 * time.device:,.2g} ms in addition to its tokens; a row has room for {inputs.room}"
     ]
 
 
@@ -140,7 +140,7 @@ def _duration(hours: float) -> str:
 
 
 def largest(names: Sequence[str]) -> str:
-    """Formats the largest models that train on slices."""
+    """Formats the largest models that train on the named slices."""
     lines = []
     for where in [find_slice(name, None) for name in names]:
         title = f"{where.name}: the largest models by formula, LoRA r=16, rows of 1,024 tokens"
@@ -150,7 +150,7 @@ def largest(names: Sequence[str]) -> str:
 
 def _measured(plans: Sequence[Plan]) -> str:
     names = [one.where.name for one in plans if one.time.measured is not None]
-    return f", of {', '.join(names)} times what was measured on this machine" if names else " and was not measured"
+    return f", scaled by measurements of this machine for {', '.join(names)}" if names else " and was not measured"
 
 
 def _details(one: Plan) -> list[str]:
@@ -191,7 +191,7 @@ def _details(one: Plan) -> list[str]:
 
 
 def _backward_pass(one: Plan) -> list[str]:
-    """Says that attention's backward pass is two kernels, if it is, and what the fused kernel would write."""
+    """Describes the unfused backward pass of attention, if the fused kernel would write too much."""
     config, parts = one.config, one.where.mesh.model * one.where.mesh.context if one.where.mesh else 1
     if one.where.device_type != "tpu" or config.model.attention == "sdpa":
         return []
@@ -206,19 +206,19 @@ def _backward_pass(one: Plan) -> list[str]:
 
 
 def _blocks(one: Plan) -> list[str]:
-    """Says the inputs that remat=blocks keeps, if it is chosen, and which layers run once more."""
+    """Describes the inputs that remat=blocks keeps and the layers that it runs again; empty for other values."""
     if one.config.optim.remat != "blocks":
         return []
     shape, loops = one.shape, one.shape.blocks
     kept, again = sum(loop.turns for loop in loops), max(loop.period for loop in loops)
     return [
-        f"remat=blocks keeps {kept} inputs of blocks, and of the layers of one block {again}, in place of "
+        f"remat=blocks keeps {kept} inputs of blocks and {again} inputs of layers in a block, in place of "
         f"{shape.layers}; {shape.recomputed_twice * shape.layers:.0f} of {shape.layers} layers run forward once more"
     ]
 
 
 def rollout_lines(one: Plan) -> list[str]:
-    """The programs of a run that samples, a device's memory in each, and the time of a rollout and of an update."""
+    """Returns the programs of a run that samples, with a device's memory, and the time of a rollout and an update."""
     replicas = 1 if one.where.mesh else one.where.replicas
     rollout = rollout_of(one.config, replicas)
     assert rollout is not None, "a run that samples"
@@ -237,13 +237,13 @@ def rollout_lines(one: Plan) -> list[str]:
         f"a rollout of {'the mesh' if one.where.mesh else 'a replica'} reads {rollout.prompts} prompts of up to "
         f"{rollout.widths[-1]} tokens and decodes {rollout.samples} completions of up to {rollout.tokens}, in a cache "
         f"of {rollout.slots:,} slots",
-        f"with all of them at their longest: rollout {one.time.rollout * repeats:.2f} s{share}, update "
+        f"at the longest prompts and completions: rollout {one.time.rollout * repeats:.2f} s{share}, update "
         f"{one.time.predicted - one.time.rollout:.2f} s in {one.update.gradient_accumulation} passes",
     ]  # fmt: skip
 
 
 def tensor_rows(one: Plan, least: int = 0) -> list[dict[str, object]]:
-    """The table of the tensors on the mesh, largest shard first; the last row has those below `least` bytes."""
+    """Returns a table of the tensors on the mesh, largest shard first; the last row sums shards below `least` bytes."""
     rows: list[dict[str, object]] = []
     for row in (placed for placed in one.tensors if placed.bytes >= least):
         spec = ", ".join("+".join([axes] if isinstance(axes, str) else axes or ["-"]) for axes in row.spec)
@@ -251,13 +251,13 @@ def tensor_rows(one: Plan, least: int = 0) -> list[dict[str, object]]:
         rows.append({"tensor": row.name, "shape": " x ".join(map(str, row.shape)), "spec": spec,
                      "MiB a device": f"{row.bytes / MIB:,.1f}", "share": share})  # fmt: skip
     if small := [placed.bytes for placed in one.tensors if placed.bytes < least]:
-        rows.append({"tensor": f"{len(small)} smaller ones", "shape": "", "spec": "",
+        rows.append({"tensor": f"{len(small)} smaller tensors", "shape": "", "spec": "",
                      "MiB a device": f"{sum(small) / MIB:,.1f}", "share": ""})  # fmt: skip
     return rows
 
 
 def collective_rows(one: Plan) -> list[dict[str, object]]:
-    """The table of a step's collectives on the mesh."""
+    """Returns a table of a step's collectives on the mesh."""
     return [
         {"collective": each.kind, "count": each.count, "GiB sent a device": f"{each.moved / GIB:.3f}",
          "synchronous": f"{each.synchronous / max(1.0, each.moved):.0%}",
@@ -267,19 +267,19 @@ def collective_rows(one: Plan) -> list[dict[str, object]]:
 
 
 def mesh_lines(one: Plan) -> list[str]:
-    """The devices of the mesh, and its collectives against computation; nothing without a mesh."""
+    """Describes the devices of the mesh, and the time of collectives and computation; empty without a mesh."""
     if one.where.mesh is None:
         return []
     links, busy = link_seconds(one.collectives, one.where.chip), one.time.device
     return [
         f"mesh {one.where.mesh}: devices {one.where.mesh.layout()}; rows divided by {one.where.replicas}",
-        f"collectives take {links:.2f} s of the links and computation {busy:.2f} s; {one.time.all_reduce:.2f} s of "
-        f"them are not hidden, {one.time.all_reduce / one.time.predicted:.0%} of a step",
+        f"collectives take {links:.2f} s and computation {busy:.2f} s; {one.time.all_reduce:.2f} s of collectives are "
+        f"not hidden, {one.time.all_reduce / one.time.predicted:.0%} of a step",
     ]
 
 
 def limits(one: Plan) -> list[str]:
-    """The largest settings for training and generation on a slice; and what to change if the run does not fit."""
+    """Describes the largest settings for training and generation, and the changes if the run does not fit."""
     lines, advice, config = [] if one.fits else _changes(one), one.advice, one.config
     rank = "" if advice.largest_rank is None else f", the largest rank {advice.largest_rank}"
     kept = f"batch_size={one.update.batch_size}, max_length={config.data.max_length}, r={config.lora.r}, "
@@ -288,24 +288,24 @@ def limits(one: Plan) -> list[str]:
     if one.compiled:
         most = f"the largest batch_size that was compiled and fits is {advice.largest_batch or 'none'}; by formula, the"
     lines.append(
-        f"  one by one, the others as here ({kept}): {most} longest max_length {advice.longest_sequence}{rank}"
+        f"  varied one at a time (else {kept}): {most} longest max_length {advice.longest_sequence}{rank}"
     )
     found = one.inference
     lines.append(
-        f"  answering: {found.weight_bytes / GIB:.2f} GiB of weights, {found.cache_bytes_per_token / 2**10:,.1f} "
-        f"KiB of cache a token; the longest context of one row is {found.longest_context:,} tokens"
+        f"  generation: {found.weight_bytes / GIB:.2f} GiB of weights, {found.cache_bytes_per_token / 2**10:,.1f} "
+        f"KiB of KV cache a token; the longest context of one row is {found.longest_context:,} tokens"
     )
     return lines
 
 
 def _changes(one: Plan) -> list[str]:
-    """What to change if the run does not fit."""
+    """Describes the changes for a run that does not fit."""
     knobs = one.advice.knobs
     if knobs and knobs[-1].fits:
-        head = "  what to change by formula, in the order of least harm, each on top of those before:"
+        head = "  changes by formula, the least harmful first, each added to the changes before it:"
     elif knobs:
         sizes = f"{knobs[-1].peak_bytes / GIB:.2f} GiB, of {one.where.limit / GIB:.2f}"
-        head = f"  {len(knobs)} changes together do not suffice by formula: they leave {sizes}:"
+        head = f"  {len(knobs)} changes together are not enough by formula; with them the run takes {sizes}:"
     else:
         head = "  no change makes it fit by formula:"
     return [head, *(f"    {text}" for text in str(one.advice).split("; "))]
@@ -316,7 +316,7 @@ def _number(value: float | None, form: str = ".2f") -> str:
 
 
 def pick(plans: Sequence[Plan]) -> Plan:
-    """Picks a free plan that fits, or the cheapest, without prices the fastest; the nearest if none fits."""
+    """Picks the cheapest plan that fits (free slices first), without prices the fastest; else the nearest to fit."""
     fitting = [one for one in plans if one.fits]
     if not fitting:
         return min(plans, key=lambda one: one.peak_bytes / one.where.limit)
@@ -324,11 +324,11 @@ def pick(plans: Sequence[Plan]) -> Plan:
 
 
 def why(plans: Sequence[Plan]) -> str:
-    """Explains the plan that `pick` takes, with its limits."""
+    """Explains the plan that `pick` returns, with its limits."""
     best = pick(plans)
     run = best.run
     if not best.fits:
-        return "\n".join([f"Nothing fits as it is; nearest is {best.where.name}.", *limits(best)])
+        return "\n".join([f"The run fits no slice; nearest is {best.where.name}.", *limits(best)])
     left = (best.where.limit - best.peak_bytes) / GIB
     lines = [f"{best.where.name}: {best.peak_bytes / GIB:.2f} of {best.where.limit / GIB:.2f} GiB, {left:.2f} left."]
     if run.on_demand is not None:
@@ -343,19 +343,19 @@ def why(plans: Sequence[Plan]) -> str:
             f"It takes {run.run_hours:.3g} hours; {_cost(best) if best.where.service else 'its price is not known'}."
         )
     elif best.unknown:
-        lines.append(f"No hours and no cost, as the number of updates is not known: {best.unknown}.")
+        lines.append(f"No hours and no cost, because the number of updates is not known: {best.unknown}.")
     lines += [*run.sessions.values(), f"On spot save every {run.save_interval_seconds / 60:.0f} minutes."]
     return "\n".join([*lines, *(line.strip() for line in limits(best))])
 
 
 def next_parameters(plan: Plan) -> str:
-    """Formats the pick as lines for a notebook's parameters cell; a comment if nothing fits."""
+    """Formats a plan as lines for a notebook's parameters cell; a comment if it does not fit."""
     if not plan.fits:
-        return f"# nothing fits as it is; nearest is {plan.where.name}: make the changes above and plan again"
+        return f"# the run fits no slice; nearest is {plan.where.name}: make the changes above and plan again"
     optim, run, batch = plan.config.optim, plan.run, batch_arithmetic(plan.config, plan.where.replicas)
     values: dict[str, object] = {
         "name": plan.config.model.name, "max_length": plan.config.data.max_length, "batch_size": optim.batch_size,
-        "global_batch_size": None if plan.config.free_passes else batch.global_batch_size,  # its passes are free
+        "global_batch_size": None if plan.config.free_passes else batch.global_batch_size,  # passes are free
         "mesh": str(plan.where.mesh) if plan.where.mesh else None, "remat": optim.remat, "max_steps": optim.max_steps,
         "save_minutes": max(1, round(run.save_interval_seconds / 60)),
     }  # fmt: skip
@@ -363,7 +363,7 @@ def next_parameters(plan: Plan) -> str:
 
 
 def _dollars(one: Plan) -> float:
-    """Dollars of the run or, where its length is not known, of a million tokens; infinite without a price."""
+    """Returns dollars of the run or, if its length is not known, of a million tokens; infinite without a price."""
     if one.where.service:
         return 0.0
     if one.run.on_demand is not None:

@@ -1,6 +1,6 @@
-"""The updates, hours and dollars of a run, and how often to save on spot machines.
+"""Computes the updates, hours and dollars of a run, and the interval between checkpoints on spot machines.
 
-Rows are counted where the data and a tokenizer are on this machine.
+Rows are counted if the data is on this machine; without a tokenizer they are estimated.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ if TYPE_CHECKING:
     from tpu_kit.model.shape import Shape
 
 MOST_BYTES = 32 * MIB
-"""Size of the data up to which the rows are counted: tokenising more takes longer than about ten seconds."""
+"""Largest data of which the rows are counted: tokenizing more takes longer than about ten seconds."""
 CHARACTERS_PER_TOKEN = 4
-"""Of English text: an assumption for models whose tokenizer is not here."""
+"""For English text: an assumption for models whose tokenizer is not on this machine."""
 SPOT_HOURS_BETWEEN_INTERRUPTIONS = 6.0
-"""Mean time between interruptions of a spot TPU: an assumption, as Google publishes none. Young's interval is
+"""Mean time between interruptions of a spot TPU: an assumption, because Google publishes none. Young's interval is
 proportional to its square root."""
 SAVE_BYTES_PER_SECOND = 200e6
-"""Speed of a checkpoint from the device to a disk or bucket: an assumption."""
+"""Speed of writing a checkpoint from the device to a disk or bucket: an assumption."""
 SAVE_SECONDS = 2.0
 """Time of an empty checkpoint: an assumption."""
 BESIDE_COMPILING = 120.0
 """Seconds from an interruption to the first new step, without compiling: an assumption."""
 COMPILING, LAYER_COMPILING = 45.0, 20.0
-"""Seconds to compile a step, and more for each layer in a pass of its program: by compiled steps of 0.5B and 1B models,
-on two cores that others used as well."""
+"""Seconds to compile a step, and additional seconds for each layer of a pass in the program; measured with 0.5B and 1B
+models on two shared cores."""
 SAMPLING_COMPILING = 1.8
-"""As many times longer for the programs of a run that samples: of prefills and decode steps each takes a fifth."""
+"""Factor for a run that samples: prefill and decode programs take a fifth of a step each."""
 
 
 @dataclass(frozen=True)
 class Count:
-    """A number of packed rows, prompts or updates, and what it assumes; None if it is not known, and why."""
+    """A number of packed rows, prompts or updates (None: not known); `reason` has its assumption, or why it is None."""
 
     count: int | None
     reason: str = ""
 
 
 def count_rows(config: TrainConfig) -> Count:
-    """Counts the packed rows of a run with `prepare.prepare`, as the run itself does, where that is cheap."""
+    """Counts the packed rows of a run with `prepare.prepare`, like the run itself, if that is cheap."""
     if config.data.source == "synthetic":
         from tpu_kit.data.rows.sources import synthetic_rows
 
@@ -64,7 +64,7 @@ def count_rows(config: TrainConfig) -> Count:
         return Count(None, reason)
     if not _has_tokenizer(config):
         return _count_by_characters(config)
-    # Here, because they load torch, transformers and datasets.
+    # Imported here, because they load torch, transformers and datasets.
     from tpu_kit.data.prepare import prepare, units_of
     from tpu_kit.model.weights.source import load_tokenizer
 
@@ -74,12 +74,12 @@ def count_rows(config: TrainConfig) -> Count:
     try:
         prepared = prepare(data, load_tokenizer(config.model), **units_of(config))
         return Count(len(prepared.tasks.numbers) if prepared.tasks else len(prepared.train))
-    except ValueError as error:  # the run raises it too
+    except ValueError as error:  # the run raises it, too
         return Count(None, str(error))
 
 
 def count_updates(config: TrainConfig, replicas: int, rows: Count) -> Count:
-    """Counts the updates of a run, its batch size a number, from its rows; not used with `optim.max_steps`."""
+    """Counts the updates of a run with a numeric batch size: `optim.max_steps`, or from the number of rows."""
     if config.optim.max_steps is not None:
         return Count(config.optim.max_steps)
     if rows.count is None:
@@ -94,17 +94,17 @@ def count_updates(config: TrainConfig, replicas: int, rows: Count) -> Count:
 
 
 def _costly(config: TrainConfig) -> str:
-    """Says why the rows are not counted; empty where they can be counted."""
+    """Returns why the rows are not counted; empty if they can be counted."""
     size, known = 0, "; set optim.max_steps"
     for source in (str(one.source) for one in config.data.by_source if one.source not in GENERATED):
         if "://" in source:
-            return f"data.source={source} is in an object store, and is not read for a plan{known}"
+            return f"data.source={source} is in an object store, which a plan does not read{known}"
         files = [Path(name) for name in glob.glob(source)]
         files = [file for path in files for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file()]
         if not files:
             return f"data.source={source} is not on this machine{known}"
         if (size := size + sum(file.stat().st_size for file in files)) > MOST_BYTES:
-            return f"data.source={source} has {size / MIB:.0f} MiB, too much to tokenise for a plan{known}"
+            return f"data.source={source} has {size / MIB:.0f} MiB, too much to tokenize for a plan{known}"
     return ""
 
 
@@ -132,12 +132,12 @@ def _count_by_characters(config: TrainConfig) -> Count:
             for rows, often in zip(sources, copies, strict=True)
         )
     )
-    reason = f"its rows were counted by {CHARACTERS_PER_TOKEN} characters a token, as its tokenizer is not here"
+    reason = f"rows are estimated with {CHARACTERS_PER_TOKEN} characters a token, because its tokenizer is not here"
     return Count(max(1, math.ceil(tokens / data.max_length)), f"model.name={config.model.name}: {reason}")
 
 
 def _characters(value: object) -> int:
-    """Returns the characters of all texts in a row."""
+    """Counts the characters of all texts in a row."""
     if isinstance(value, Mapping):
         return sum(map(_characters, value.values()))
     if isinstance(value, list):
@@ -149,7 +149,7 @@ def _has_tokenizer(config: TrainConfig) -> bool:
     model = config.model
     if model.name == "embedded":
         return True
-    if model.gguf_file:  # its tokenizer is converted at each load, which takes long
+    if model.gguf_file:  # its tokenizer is converted at each load, which is slow
         return False
     folder = Path(model.name).expanduser()
     if folder.is_dir():
@@ -168,12 +168,12 @@ class TimePlan:
     """The time of a run, and its cost.
 
     Attributes:
-        run_hours: of training alone; None if the number of updates is not known.
+        run_hours: hours of training alone; None if the number of updates is not known.
         on_demand: dollars; None without a price or hours.
-        spot: dollars, interruptions and checkpoints included; None likewise.
-        save_seconds: time of one checkpoint.
-        save_interval_seconds: time between checkpoints that loses least on spot; `save_steps` is it in updates.
-        sessions: by service that offers this slice free of charge, a sentence on the number of sessions.
+        spot: dollars, with interruptions and checkpoints; None without a price or hours.
+        save_seconds: time to write a checkpoint.
+        save_interval_seconds: time between checkpoints with the smallest loss on spot; `save_steps` in updates.
+        sessions: service that offers this slice free of charge -> a sentence on the number of sessions.
     """
 
     run_hours: float | None
@@ -189,13 +189,12 @@ def time_plan(
     chip: Chip, chips: int, slice_name: str, step_seconds: float, updates: int | None, checkpoint_bytes: float,
     service: str = "", compiling: float = 0.0,
 ) -> TimePlan:  # fmt: skip
-    """Plans the time of a run: `updates` of `step_seconds` on so many `chips`, with checkpoints of so many bytes.
+    """Plans time and cost of `updates` of `step_seconds` on `chips` chips, which a `service` may give away.
 
-    They are paid for unless a `service` gives them away. Each start compiles for so many seconds.
-
-    The interval between checkpoints, sqrt(2 x checkpoint time x mean time between failures), is that of J. W. Young, "A
-    first order approximation to the optimum checkpoint interval", CACM 17(9), 1974: of an interval t the share cost / t
-    is spent saving, and a failure loses half of it, t / (2 M).
+    Each start compiles for `compiling` seconds. The interval between checkpoints, sqrt(2 x checkpoint time x mean time
+    between failures), is from J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM
+    17(9), 1974. With an interval t and a mean time M between failures, the share (checkpoint time) / t is spent on
+    saving, and failures lose the share t / (2 M).
     """
     save = SAVE_SECONDS + checkpoint_bytes / SAVE_BYTES_PER_SECOND
     failures = SPOT_HOURS_BETWEEN_INTERRUPTIONS * 3600
@@ -213,10 +212,10 @@ def time_plan(
 
 
 def compile_seconds(config: TrainConfig, shape: Shape, passes: int) -> float:
-    """Estimates the seconds to compile a step of so many passes, or the programs of a run that samples."""
+    """Estimates the seconds to compile a step with `passes` passes, or the programs of a run that samples."""
     looped = config.optim.remat != "none" and config.optim.scan_layers != "off"
     layers = shape.program_layers if looped else shape.layers
-    if config.free_passes:  # each pass of an update runs the same program
+    if config.free_passes:  # all passes of an update run the same program
         return SAMPLING_COMPILING * (COMPILING + layers * LAYER_COMPILING)
     return COMPILING + passes * layers * LAYER_COMPILING
 
@@ -226,7 +225,7 @@ def _sessions(service: str, hours: float, checkpoint_bytes: float) -> str:
         return f"{hours:.1f} h on {service}, which may end a session at any time: save often"
     count, weeks = math.ceil(hours / KAGGLE_HOURS_PER_SESSION), math.ceil(hours / KAGGLE_HOURS_PER_WEEK)
     minutes, too_large = KAGGLE_HOURS_PER_SESSION * 60 - 20, ""
-    if 2 * checkpoint_bytes > KAGGLE_OUTPUT_BYTES:  # there are two while one takes the other's place
+    if 2 * checkpoint_bytes > KAGGLE_OUTPUT_BYTES:  # both exist while the new checkpoint replaces the old
         too_large = (
             f"; /kaggle/working keeps {KAGGLE_OUTPUT_BYTES / 1e9:.0f} GB, and two checkpoints take "
             f"{2 * checkpoint_bytes / 1e9:.1f}: use output_dir=gs://..."
@@ -234,5 +233,5 @@ def _sessions(service: str, hours: float, checkpoint_bytes: float) -> str:
     return (
         f"{count} session{'s' if count > 1 else ''} of {KAGGLE_HOURS_PER_SESSION} h on Kaggle, over {weeks} "
         f"week{'s' if weeks > 1 else ''} of {KAGGLE_HOURS_PER_WEEK} h; checkpoint.budget_minutes={minutes} ends each"
-        f" in time{too_large}"
+        f" session in time{too_large}"
     )

@@ -1,4 +1,4 @@
-"""A run on a slice, with its memory and time by formula, or by the compiler; and which variations of it fit."""
+"""A run on a slice, with its memory and time by formula or by the compiler, and the variations that fit."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from tpu_kit.planning.run_cost import compile_seconds
 from tpu_kit.training.losses.rollout_programs import update_plan
 
 EXACT_RESERVE = 0.01
-"""Share of a device's memory that a compiled setting leaves free, for what a run holds beside the step, such as the
-next batch."""
+"""Share of a device's memory that a compiled setting leaves free for buffers outside the step, such as the next
+batch."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,11 @@ class Setting:
 
     Attributes:
         config: the run.
-        shape: of its model.
+        shape: the model's shape.
         where: the slice, with the run's replicas or its mesh.
-        compiled: the compiler's figures of each program; empty where it was not asked.
-        waits: an update's part of the seconds by which it compiles longer than another candidate, at one start.
-        unverified: why the compiler, which was asked, did not answer; empty otherwise.
+        compiled: the compiler's figures for each program by name; empty if the compiler was not asked.
+        waits: additional compile seconds compared with the fastest-compiling candidate, divided by the updates.
+        unverified: why the compiler was asked but gave no answer; empty otherwise.
     """
 
     config: TrainConfig
@@ -47,134 +47,134 @@ class Setting:
     unverified: str = ""
 
     def compile(self, seconds: float | None = None) -> Setting:
-        """The setting with the compiler's figures; raises as `compile_programs`."""
+        """Returns the setting with the compiler's figures, within `seconds`; raises as `compile_programs`."""
         made = compile_programs(self.config, self.where.topology, self.where.devices, seconds=seconds)
         return replace(self, compiled=made)
 
     @cached_property
     def memory(self) -> Memory:
-        """The memory by formula; raises ValueError as `estimate`."""
+        """Memory by formula; raises ValueError as `estimate`."""
         config, where = seen_on(self.where.device_type, self.config), self.where
         return estimate(config, num_replicas=where.replicas, shape=self.shape, mesh=where.mesh)
 
     @property
     def several(self) -> bool:
-        """Whether the run samples, and so is several programs."""
+        """Whether the run samples, and therefore has several programs."""
         return len(self.memory.programs) > 1
 
     @cached_property
     def peaks(self) -> dict[str, int]:
-        """Bytes in each program by the compiler, if it was asked."""
+        """Bytes of the device in each compiled program; empty if the compiler was not asked."""
         return {row["program"]: row["compiler_bytes"] for row in program_rows(self.memory.programs, self.compiled)}
 
     @property
     def largest(self) -> str:
-        """The compiled program that takes most."""
+        """Name of the compiled program with the largest peak."""
         return max(self.peaks, key=self.peaks.__getitem__)
 
     @property
     def peak_bytes(self) -> int:
-        """Bytes of the device while `largest` runs."""
+        """Peak bytes of the device: of the `largest` compiled program, else by formula."""
         return self.peaks[self.largest] if self.compiled else self.memory.total_bytes
 
     @cached_property
     def parts(self) -> dict[str, int]:
-        """The bytes of the peak by name."""
+        """Bytes at the peak by name."""
         if not self.compiled:
             return dict(self.memory.parts)
         most = self.compiled[self.largest]
         beside = next(one.beside for one in self.memory.programs if one.name == self.largest)
         arguments, new = most.argument_bytes or 0, (most.output_bytes or 0) - (most.aliased_bytes or 0)
-        rest = most.total_bytes - arguments - new - (most.code_bytes or 0)  # not reported if the step does not fit
+        rest = most.total_bytes - arguments - new - (most.code_bytes or 0)  # not reported if the program does not fit
         codes = sum(one.code_bytes or 0 for one in self.compiled.values())
         return {**beside, "arguments": arguments, "temporaries": rest, "code": codes, "unaliased_outputs": new}
 
     @property
     def compiling(self) -> float:
-        """Seconds to trace and compile the programs on this machine; estimated where the compiler was not asked."""
+        """Seconds to trace and compile the programs on this machine; estimated if the compiler was not asked."""
         if made := self.compiled.values():
             return sum(one.trace_seconds + one.compile_seconds for one in made)
         return compile_seconds(self.config, self.shape, self.update.gradient_accumulation)
 
     @property
     def source(self) -> str:
-        """Of the memory figures, "formula" or "compiler"."""
+        """Source of the memory figures: "formula" or "compiler"."""
         return "compiler" if self.compiled else "formula"
 
     @property
     def free(self) -> float:
-        """The share of the memory that must be left free."""
+        """Share of the memory that must stay free."""
         return EXACT_RESERVE if self.compiled else self.where.free
 
     @property
     def fits(self) -> bool:
-        """Whether the peak leaves `free` of the memory."""
+        """Whether the peak leaves the share `free` of the memory."""
         budget = self.where.limit * (1 - self.free)
         return self.peak_bytes <= budget and all(one.fits for one in self.compiled.values())
 
     @property
     def bound(self) -> float:
-        """Bytes by formula up to which a variation fits, corrected by the compiler's figure if it was asked."""
+        """Most bytes by formula with which a variation fits, corrected by the compiler's figure if there is one."""
         held, budget = self.memory.argument_bytes, self.where.limit * (1 - self.free)
         scale = (self.memory.total_bytes - held) / max(1, self.peak_bytes - held)
         return held + (budget - held) * scale if self.compiled else budget
 
     @cached_property
     def update(self) -> BatchPlan:
-        """The rows of an update."""
+        """Rows and passes of an update."""
         return update_plan(self.config, self.where.replicas)
 
     @cached_property
     def time(self) -> StepTime:
-        """The time of a step."""
+        """Predicted time of a step."""
         return predict_time(self.config, self.shape, self.where, self.compiled)
 
     @property
     def speed(self) -> float:
-        """Tokens a second."""
+        """Tokens per second."""
         return self.update.tokens_per_update / self.time.seconds
 
     @property
     def pace(self) -> float:
-        """Tokens a second of the run, in which it `waits` for the compiler."""
+        """Tokens per second, with the additional compile time `waits` in the time of an update."""
         return self.update.tokens_per_update / (self.time.seconds + self.waits)
 
     def changed(self, name: str, value: Any) -> Setting:
-        """The setting with another parameter, by formula; rows of a pass then determine those of an update."""
+        """Returns the setting with another value of a parameter, by formula; see `with_rows` for optim.batch_size."""
         return self.of(
             with_rows(self.config, value) if name == "optim.batch_size" else with_value(self.config, name, value)
         )
 
     def of(self, config: TrainConfig) -> Setting:
-        """The setting of another run of the same model on the slice, by formula."""
+        """Returns the setting of another run of the same model on the slice, by formula."""
         return Setting(config, self.shape, self.where)
 
 
 def largest(fits: Callable[[int], bool], most: int) -> int:
-    """Bisects for the largest number from 1 to `most` that fits; all below it must fit. 0 if 1 does not."""
+    """Bisects for the largest number from 1 to `most` that fits, or 0. All smaller numbers must fit."""
     return bisect_left(range(1, most + 1), True, key=lambda number: not fits(number))
 
 
 def with_rows(config: TrainConfig, rows: int, **changes: Any) -> TrainConfig:
-    """The run with so many rows in a pass, which determine those of an update if no changes of `optim` say them."""
+    """Returns the run with `rows` in a pass; `changes` to `optim` may set the rows of an update, else passes do."""
     values = {"global_batch_size": None, **changes, "batch_size": rows}
     return replace(config, optim=replace(config.optim, **values))
 
 
 def with_value(config: TrainConfig, name: str, value: Any) -> TrainConfig:
-    """The run with another value of a parameter, by its dotted name."""
+    """Returns the run with another value of a parameter, by its dotted name."""
     section, _, leaf = name.partition(".")
     return replace(config, **{section: replace(getattr(config, section), **{leaf: value})})
 
 
 @dataclass(frozen=True)
 class Inference:
-    """The memory of generation on one device, for one row, or one of each data shard of a mesh.
+    """The memory of generation on one device for one row, or on a mesh for one row of every data shard.
 
     Attributes:
-        weight_bytes: base weights and adapters.
-        cache_bytes_per_token: keys and values of a token, over all layers.
-        longest_context: tokens of prompt and reply, at most the model's positions, whose cache fits beside the weights.
+        weight_bytes: bytes of base weights and adapters.
+        cache_bytes_per_token: bytes of a token's keys and values in all layers.
+        longest_context: most tokens of prompt and reply whose KV cache fits, limited to the model's positions.
     """
 
     weight_bytes: int
@@ -183,7 +183,7 @@ class Inference:
 
 
 def inference(one: Setting) -> Inference:
-    """Estimates generation on a slice: weights in the dtype of frozen ones, a cache in the compute dtype."""
+    """Estimates generation on a slice: weights in the dtype of frozen weights, KV cache in the compute dtype."""
     config, shape, where = one.config, one.shape, one.where
     frozen = config if config.lora.r else replace(config, lora=LoraConfig(), data=replace(config.data, max_length=128))
     parts = Setting(with_rows(frozen, 1), shape, where).memory.parts
@@ -193,12 +193,12 @@ def inference(one: Setting) -> Inference:
 
 
 def can_block(config: TrainConfig, shape: Shape) -> bool:
-    """Whether the layers of a run have blocks of which optim.remat=blocks keeps the input alone."""
+    """Whether the run allows optim.remat=blocks, which keeps only the inputs of blocks of layers."""
     return shape.recomputed_twice > 0 and _allows(config, "optim", remat="blocks")
 
 
 def can_shard(config: TrainConfig) -> bool:
-    """Whether the run can be sharded over a mesh: its layers run as a loop, and its settings allow it."""
+    """Whether the settings of the run allow a mesh, which needs layers that run as a loop."""
     return _allows(config, "launch", mesh="fsdp=-1", num_replicas=None)
 
 

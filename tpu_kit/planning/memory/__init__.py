@@ -1,4 +1,4 @@
-"""The memory of a training step by formula: its arguments, its temporaries, and their sum.
+"""The memory of a training step by formula: arguments, temporaries, and their sum.
 
 Offers `memory_estimate`; `argument_memory` and `activation_memory` are its parts.
 Must not load torch or weights.

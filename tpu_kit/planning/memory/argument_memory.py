@@ -1,7 +1,7 @@
-"""The tensors of a training step's arguments: their names, shapes, dtypes and bytes in a TPU's memory.
+"""Lists the tensors of a training step's arguments: names, shapes, dtypes and bytes in a TPU's memory.
 
-They are those of the model, of its adapters and of other models in memory, as `layer_scan` stacks the layers and
-`quantization` stores integers. On a mesh a device has the shards by the rules of `model.sharding.sharding_rules`.
+They belong to the model, its adapters and other models, stacked as in `layer_scan` and quantized as in `quantization`.
+On a mesh a device holds the shards that `model.sharding.sharding_rules` assigns to it.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ LANES, ROWS, VECTOR = 128, 8, 1024
 
 
 def item_bytes(dtype: str) -> int:
-    """Returns the bytes of a number that a step computes with: int8 and int4 weights are used in bf16."""
+    """Returns the bytes of an element in the compute dtype: int8 and int4 weights are converted to bf16."""
     return 4 if dtype == "fp32" else 2
 
 
 def padded(shape: Sequence[int], size: float, *, free: bool = False) -> int:
-    """Bytes of an array in HBM, with the padding of its tiles.
+    """Returns the bytes of an array in HBM, with the padding of its tiles.
 
-    An array lies in tiles of 8 rows of 128 for every dtype (bf16 as T(8,128)(2,1), int8 as T(8,128)(4,1): rows are
-    interleaved within a tile), fewer rows where the array has fewer; a vector in tiles of 1024.
+    Every dtype uses tiles of 8 x 128 elements, with fewer rows if the array has fewer. In bf16, T(8,128)(2,1), and
+    int8, T(8,128)(4,1), rows are interleaved within a tile. Vectors use tiles of 1024 elements.
 
     Args:
-        shape: its axes.
+        shape: sizes of the axes.
         size: bytes of an element.
-        free: whether the compiler may exchange the last two axes in the layout, as it may for arguments; of four axes
-            the last three.
+        free: whether the compiler may permute the last two axes in the layout, as for arguments; the last three if the
+            array has four or more axes.
     """
     if not shape:
         return 512
@@ -55,45 +55,45 @@ def padded(shape: Sequence[int], size: float, *, free: bool = False) -> int:
 
 @dataclass(frozen=True)
 class _Stack:
-    """A stack of layers, and how its tensors are stored: bytes of an element, dtype, and inputs of a group of int4."""
+    """A stack of layers, and the storage of its tensors: bytes of an element, dtype, and inputs of an int4 group."""
 
     lora: LoraConfig
     size: int
     dtype: str
     group: int
     axes: tuple[int, ...] = ()
-    """(layers,) of a stack; () of a single layer."""
+    """(layers,) for a stack, () for a single layer."""
 
     def tensor(self, name: str, sizes: Sequence[int], size: float, *, packed: bool = False, trained: bool) -> Tensor:
         return Tensor(name, (*self.axes, *sizes), size, bool(self.axes), packed, trained)
 
     def linear(self, path: str, one: Linear, share: float) -> list[Tensor]:
-        """The tensors of a linear layer; `share` is the share of the stacked layers that have adapters."""
+        """Returns the tensors of a linear layer; `share` is the share of the stacked layers with adapters."""
         base = f"{path}.base_layer" if share else path
         tensors = self.weight([f"{base}.{leaf}" for leaf in ("weight", "scale", "bias")], one)
         some = replace(self, axes=tuple(max(1, round(size * share)) for size in self.axes))
         return tensors + some.adapters(path, one, self.lora.r if share else 0, self.lora.dora)
 
     def experts(self, path: str, mixture: Experts) -> list[Tensor]:
-        """The tensors of a layer's experts; PEFT's wrappers of their weights are nested, the first one within."""
+        """Returns the tensors of a layer's experts; PEFT nests the wrappers of their weights, the first innermost."""
         rank, count = self.lora.experts * mixture.count, len(mixture.linears)
         base, each = path + ".base_layer" * (count if rank else 0), replace(self, axes=(*self.axes, mixture.count))
         tensors: list[Tensor] = []
         for number, one in enumerate(mixture.linears, 1):
             names = [f"{base}.{one.path}{end}" for end in ("", "_scale", "_bias")]
             tensors += [replace(tensor, stacked=bool(self.axes)) for tensor in each.weight(names, one, True)]
-            tensors += self.adapters(path + ".base_layer" * (count - number), one, rank)  # 2 % less where padded
+            tensors += self.adapters(path + ".base_layer" * (count - number), one, rank)  # padding adds 2 %
         return tensors
 
     def adapters(self, path: str, one: Linear, rank: int, dora: bool = False) -> list[Tensor]:
-        """The tensors of the adapter of a linear layer, or of a product of experts; none of rank 0."""
+        """Returns the adapter's tensors for a linear layer or a product of experts; none for rank 0."""
         sizes: dict[str, tuple[int, ...]] = {"lora_A": (rank, one.inputs), "lora_B": (one.outputs, rank)}
         sizes |= {"lora_magnitude_vector": (one.outputs,)} if dora else {}
         names = {f"{path}.{name}.default.weight": size for name, size in sizes.items() if rank}
         return [self.tensor(name, size, 4, trained=True) for name, size in names.items()]
 
     def weight(self, names: Sequence[str], one: Linear, experts: bool = False) -> list[Tensor]:
-        """Weight, scales and bias of a linear layer, or of a product of experts, under these names."""
+        """Returns weight, scales and bias of a linear layer or a product of experts, under these names."""
         make, (name, scale, bias) = partial(self.tensor, trained=not self.lora.r), names
         if self.dtype == "int8":
             tensors = [make(name, (one.outputs, one.inputs), 1), make(scale, (one.outputs,), 2)]
@@ -107,17 +107,17 @@ class _Stack:
 
 
 def model_tensors(shape: Shape, config: TrainConfig, *, scanned: bool = True) -> tuple[Tensor, ...]:
-    """Returns all parameters and buffers of a run's model, by name; those of a loop stacked, if `scanned`.
+    """Returns all parameters and buffers of a run's model; if `scanned`, the layers of a loop are stacked.
 
-    Weights are fp32 where they are trained, else in model.base_dtype, adapters fp32. int8 has a scale for each output
-    of a linear layer; int4 has two weights in a byte, and a step and an offset for each group of inputs. Scales and
-    all other weights are bf16 then.
+    Trained weights and adapters are fp32, frozen weights are in model.base_dtype. int8 has a scale for each output of a
+    linear layer. int4 has two weights in a byte, and a scale and an offset for each group of inputs. With int8 and
+    int4, scales and all other weights are bf16.
     """
     dtype = config.model.base_dtype if config.lora.r else "fp32"
     return _model_tensors(shape, _Stack(config.lora, item_bytes(dtype), dtype, config.model.quant_group), scanned)
 
 
-@lru_cache(64)  # a plan estimates many settings of one model
+@lru_cache(64)  # a plan estimates many settings of a model
 def _model_tensors(shape: Shape, alone: _Stack, scanned: bool) -> tuple[Tensor, ...]:
     lora = alone.lora
     shape.check_targets(lora)
@@ -144,9 +144,9 @@ def _model_tensors(shape: Shape, alone: _Stack, scanned: bool) -> tuple[Tensor, 
 
 
 def _with_embeddings(shape: Shape, alone: _Stack, start: str, tensors: list[Tensor]) -> list[Tensor]:
-    """Adds the trained tensors of the embeddings, and renames the frozen matrices as PEFT's wrappers do.
+    """Adds the trained tensors of the embeddings, and renames the frozen matrices like PEFT's wrappers.
 
-    lora.tokens=added counts as one row until the rows of the run are read.
+    lora.tokens=added counts as one row until the data is read.
     """
     lora, where = alone.lora, {f"{start}{path}": path for path in shape.ends}
     first, second = where
@@ -171,7 +171,7 @@ def _with_embeddings(shape: Shape, alone: _Stack, start: str, tensors: list[Tens
             added.append(alone.tensor(f"{path}.lora_embedding_{leaf}.default", sizes, 4, trained=True))
     full = [path for path in where if any(f".{path}".endswith(f".{one}") for one in lora.full or ())]
     if full and shape.tied:
-        full = [first]  # the output embedding is the same copy
+        full = [first]  # the output embedding is the same tensor
     for path in [first, second] if full and shape.tied else full:
         wrap(path, "original_module")
     added += [alone.tensor(f"{path}.modules_to_save.default.weight", size, 4, trained=True) for path in full]
@@ -187,7 +187,7 @@ def _with_embeddings(shape: Shape, alone: _Stack, start: str, tensors: list[Tens
 
 
 def is_matrix(tensor: Tensor) -> bool:
-    """Whether a tensor, or each of a stack, has two axes or more."""
+    """Whether a tensor has two axes or more, without the axis of its stack."""
     return len(tensor.shape) - tensor.stacked > 1
 
 
@@ -197,7 +197,7 @@ def trained_count(shape: Shape, config: TrainConfig) -> int:
 
 
 def frozen_bytes(model: ModelConfig, config: TrainConfig, mesh: Mesh | None) -> int:
-    """Returns the bytes on a device of the stored weights of another model, which is not trained."""
+    """Returns the bytes of another model's frozen weights on a device."""
     shape = shape_of(model)
     tensors = model_tensors(shape, replace(config, model=model, lora=LoraConfig()))
     stored = [one for one in tensors if not one.trained]
@@ -206,12 +206,12 @@ def frozen_bytes(model: ModelConfig, config: TrainConfig, mesh: Mesh | None) -> 
 
 
 def table(shape: Shape, config: TrainConfig, mesh: Mesh) -> list[Placed]:
-    """As `sharding_rules.place` for a run's model."""
+    """Returns `sharding_rules.place` for the tensors of a run's model."""
     return place(mesh, model_tensors(shape, config), shape.embedding)
 
 
 def shards(tensors: Sequence[Tensor], mesh: Mesh | None, embedding: Embedding) -> list[tuple[int, ...]]:
-    """Returns the shapes of a device's shards; without a mesh of the whole tensors."""
+    """Returns the shapes of the shards on a device; without a mesh the full shapes."""
     if mesh is None:
         return [one.shape for one in tensors]
     return [mesh.shard_shape(spec_of(one, embedding, mesh), one.shape) for one in tensors]

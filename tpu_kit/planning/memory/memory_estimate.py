@@ -1,4 +1,4 @@
-"""Estimates the memory of a training step from the model's config.json, without weights, compiler and torch.
+"""Estimates the memory of a training step from the model's config.json, without weights, compiler or torch.
 
 A step needs arguments (weights, state, batch) + temporaries + code; donated state is written in place, so it counts
 once. `activation_memory` derives the temporaries, this module the arguments and the code.
@@ -23,19 +23,19 @@ from tpu_kit.planning.program_peaks import ProgramPeak, cache_bytes
 from tpu_kit.training.losses.rollout_programs import rollout_of, update_plan
 
 LOOP_CODE = 26 * 2**20
-"""Code of a program of loops for each layer in it (one, or those of a block) and each pass: 20 to 31 MiB."""
+"""Code of a looped program per layer in the loop body and per pass; compiled programs have 20 to 31 MiB."""
 TILE_CODE = 10 * 2**20
-"""Code of each tile of an MLP beyond two, where tiles are no loop; where a norm follows, some is computed twice."""
+"""Code of each MLP tile after the second, if tiles are unrolled; if a norm follows, some is computed twice."""
 INT4_CODE = 14 * 2**20
-"""Code for each layer in a loop beyond that, where weights are unpacked from int4."""
+"""Additional code of each layer in a loop that unpacks int4 weights."""
 SMALLEST_CODE = 7 * 2**20
-"""Code beside the layers' of an unrolled program; and of a program of loops of next to nothing."""
+"""Code of an unrolled program without its layers, and of a looped program of a tiny model."""
 FLAT_CODE = 22 * 2**20
 """Code of each unrolled layer."""
 LEAST_CODE, LAYER_CODE = 4 * 2**20, 5 * 2**19
-"""Code of a prefill or of decode steps, and of each layer in its loops."""
+"""Code of a prefill or decode program, and of each layer in its loops."""
 LOGITS = 3
-"""Arrays of (B, V) in fp32 while tokens are drawn."""
+"""Arrays of (B, V) in fp32 while tokens are sampled."""
 
 
 @dataclass(frozen=True)
@@ -43,15 +43,15 @@ class Memory:
     """The memory of a step on one device.
 
     Attributes:
-        parts: bytes by name at the peak: base_weights, adapters, optimizer, ema, batch, objective, objective_saved,
-            layer_inputs, saved_activations, mask, gradients, weight_copies, layer, loss_chunk, all_reduce,
-            update, heap, code; and by their names inputs beside text, and of another model its weights and its states.
+        parts: bytes at the peak by name: base_weights, adapters, optimizer, ema, batch, objective, objective_saved,
+            layer_inputs, saved_activations, mask, gradients, weight_copies, layer, loss_chunk, all_reduce, update,
+            heap, code. Non-text inputs, and the weights and states of other models, have their own names.
         argument_bytes: weights, state and batch.
-        temporary_bytes: buffers that live only within the step.
-        code_bytes: the program.
+        temporary_bytes: buffers that exist only during the step.
+        code_bytes: the programs.
         moment: the moment of the peak: "start", "forward", "loss", "backward" or "update".
         trained: number of trained parameters.
-        programs: the "step", or those of a run that samples, whose largest peak this is.
+        programs: the "step", or all programs of a run that samples; the largest peak determines the figures above.
     """
 
     parts: Mapping[str, int]
@@ -64,7 +64,7 @@ class Memory:
 
     @property
     def total_bytes(self) -> int:
-        """The peak."""
+        """Bytes at the peak."""
         return self.argument_bytes + self.temporary_bytes + self.code_bytes
 
 
@@ -75,14 +75,13 @@ def estimate(
 
     Args:
         config: the run; its model is read by `shape_cache.read_shape`.
-        num_replicas: data-parallel replicas; each holds everything. Not used with a mesh.
-        shape: the model's shape, if it was read before.
-        mesh: the devices over which the model is sharded; None for replicas.
+        num_replicas: data-parallel replicas, each with all weights and state; ignored with a mesh.
+        shape: the model's shape; None reads it.
+        mesh: the mesh that shards the model; None for replicas.
 
     Raises:
-        ValueError: as `shape_cache.read_shape`, `batch_arithmetic` and, with optim.remat=blocks, `check_blocks`; a
-            sequence longer than the model's positions; or groups of int4 that do not divide the inputs of a linear
-            layer.
+        ValueError: as `shape_cache.read_shape`, `batch_arithmetic` and, with optim.remat=blocks, `check_blocks`; rows
+            are longer than the model's positions; or int4 groups do not divide the inputs of a linear layer.
     """
     shape = shape or read_shape(config.model)
     check_positions(config.data.max_length, shape.positions)
@@ -95,17 +94,17 @@ def estimate(
 
 
 class _Step:
-    """Arguments, temporaries and code."""
+    """Estimates arguments, temporaries and code of a run with one program."""
 
     def __init__(self, config: TrainConfig, shape: Shape, num_replicas: int, mesh: Mesh | None) -> None:
         self.config, self.shape, self.mesh, self.replicas = config, shape, mesh, num_replicas
         self.alive = PeakActivationModel(config, shape, num_replicas, mesh)
 
     def arguments(self) -> dict[str, int]:
-        """The buffers before the step: weights, adapters, optimizer, average, batches; of a mesh a device's shards.
+        """Returns the bytes of the step's inputs on one device: weights, adapters, optimizer, average and batches.
 
-        Moments and the average are fp32, in the layout of the groups of parameters: AdamW has 8 bytes a parameter,
-        Adafactor a number for each row and column. A batch is three int64 and one int32 array of (B, S) for each pass.
+        Moments and the average are fp32, in the layout of the parameter groups. AdamW has 8 bytes a parameter,
+        Adafactor one number per row and column. Each pass has three int64 arrays and one int32 array of (B, S).
         """
         alive, config = self.alive, self.config
         every = sum(padded(part, one.size, free=True) for one, part in alive.sharded)
@@ -124,12 +123,12 @@ class _Step:
             "optimizer": 2 * state if config.optim.optimizer == "adamw" else self._factored(),
             "ema": state if config.optim.ema_decay else 0,
             "batch": rows * alive.passes,
-            # Its parameters, with AdamW's 12 bytes each at most.
+            # Each parameter takes at most 12 bytes with AdamW.
             "objective": 12 * alive.added.params if alive.added else 0,
         }  # fmt: skip
 
     def _factored(self) -> int:
-        """Adafactor's numbers of rows and columns, which each device of a mesh holds whole."""
+        """Bytes of Adafactor's row and column statistics, which are replicated on a mesh."""
         pairs = self.alive.of_trained()
         matrices = [one.shape for one, _ in pairs if is_matrix(one)]
         sizes = [count for shape in matrices for count in (math.prod(shape[:-1]), math.prod(shape) // shape[-2])]
@@ -137,20 +136,20 @@ class _Step:
         return sum(padded((count,), 4) for count in sizes)
 
     def code(self) -> int:
-        """The program's own size; see `LOOP_CODE`."""
+        """Bytes of the program; see `LOOP_CODE`."""
         passes, layers = self.alive.passes, self.shape.layers
         if not self.alive.scanned:
             return SMALLEST_CODE + passes * layers * FLAT_CODE
         if max(kind.parameters for kind in self.shape.kinds) < 2**21:
             return SMALLEST_CODE * passes
         twice = self.alive.tiled and any(kind.norm_follows for kind in self.shape.kinds)
-        tiles = self.alive.tiles + twice  # the first products twice
+        tiles = self.alive.tiles + twice  # the first products are computed twice
         more = max(0, tiles - 2) if self.alive.tiles <= FEW_TILES else 0
         layer = LOOP_CODE + TILE_CODE * more + INT4_CODE * (self.config.model.base_dtype == "int4")
         return layer * self.shape.program_layers * passes
 
     def memory(self) -> Memory:
-        """The estimate, of the program with the largest peak."""
+        """Returns the estimate for the program with the largest peak."""
         programs = tuple(self.programs())
         codes = sum(one.code for one in programs)
         most = max(programs, key=lambda one: one.total - one.code)
@@ -160,17 +159,17 @@ class _Step:
         return Memory(parts, sum(held.values()), temporaries, codes, moment, self.alive.trained, programs)
 
     def programs(self) -> Iterator[ProgramPeak]:
-        """The only program."""
+        """Yields the only program."""
         moment, beyond = self.alive.reported()
         temporaries = {name: math.ceil(size) for name, size in {**moment.parts, "heap": beyond}.items()}
         yield ProgramPeak("step", self.arguments(), 0, temporaries, self.code(), {}, moment.name)
 
 
 class _Rounds(_Step):
-    """The programs of a rollout and of an update that is two programs, and what lies beside each of them."""
+    """Estimates a run that samples: the programs of a rollout and of an update, with all other allocated buffers."""
 
     def programs(self) -> Iterator[ProgramPeak]:
-        """The programs. The cache of the samples is there from "samples" to the last "decode"; an update follows."""
+        """Yields the programs in order. The samples' cache exists from "samples" to the last "decode"."""
         config, mesh = self.config, self.mesh
         rollout = rollout_of(config, 1 if mesh else self.replicas)
         assert rollout is not None, "a run with rounds samples"
@@ -180,7 +179,7 @@ class _Rounds(_Step):
         lasting = self.arguments()
         batch = lasting.pop("batch")
         lasting = {name: size for name, size in lasting.items() if size}
-        gradients = sum(padded(part, 4, free=True) for _, part in self.alive.of_trained())  # in the parameters' shapes
+        gradients = sum(padded(part, 4, free=True) for _, part in self.alive.of_trained())  # shaped like the parameters
         lasting |= {"gradient_buffer": gradients, "prompt_cache": prompts}
         model, cache = ("base_weights", "adapters"), "sample_cache" if rollout.copies else "prompt_cache"
         trained = ("adapters",) if config.lora.r else ("base_weights",)
@@ -207,12 +206,12 @@ class _Rounds(_Step):
         yield made("accumulate", reads, parts, self.code(), also=sent, moment=moment.name)
         moment, beyond = self.alive.reported(update=True)
         parts = {**moment.parts, "gradients": 0.0, "heap": max(0.0, beyond - moment.parts["gradients"])}
-        if mesh is None and self.replicas > 1:  # before and after the all-reduce, which takes them as they are written
+        if mesh is None and self.replicas > 1:  # copies before and after the all-reduce
             parts["all_reduce"] += 2.0 * sum(padded(part, 4) for _, part in self.alive.of_trained())
         yield made("apply", (*trained, *state), parts, SMALLEST_CODE, also=sent)
 
     def prefill(self, rows: int, width: int) -> dict[str, float]:
-        """Temporaries of a prefill: those of a layer; on a mesh weights stay where they lie."""
+        """Temporaries of a prefill: one layer's. On a mesh the weights are not gathered."""
         mesh, optim = self.mesh or Mesh(), self.config.optim
         tokens = -(-rows // mesh.data) * width
         tile = min(optim.mlp_tile or tokens, tokens)
@@ -220,7 +219,7 @@ class _Rounds(_Step):
         return {"weight_copies": self.alive.copies(), "layer": layer / mesh.weight_shards}
 
     def decode(self, rows: int) -> dict[str, float]:
-        """Temporaries of decode steps: logits; the cache is read and written where it lies."""
+        """Temporaries of decode steps: logits. The cache is updated in place."""
         mesh, shape = self.mesh or Mesh(), self.shape
         return {
             "weight_copies": self.alive.copies(),
