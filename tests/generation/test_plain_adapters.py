@@ -64,7 +64,7 @@ def test_an_adapter_of_plain_rows_is_asked_without_a_template(
     trained: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = trained("plain", PLAIN)
-    assert "chat template    none is used: the rows are plain text." in capsys.readouterr().out
+    assert "chat template    none: the rows are plain text." in capsys.readouterr().out
     wanted, _ = tokens(capsys, str(run), "chat=false")
     by_template, told = tokens(capsys, str(run), "chat=true")
     assert wanted != by_template and "asked    " not in told
@@ -116,7 +116,7 @@ def test_text_in_the_turns_of_the_template_is_asked_by_the_template(
     turns = [[{"role": role, "content": text} for role, text in pair] for pair in pairs]
     texts: Any = [{"text": tokenizer.apply_chat_template(chat, tokenize=False)} for chat in turns]
     run = trained("rendered", texts)
-    assert "chat template    not applied: most rows have its turns in their text already" in capsys.readouterr().out
+    assert "chat template    not applied: most rows contain its turns already" in capsys.readouterr().out
     assert tokens(capsys, str(run))[0] == tokens(capsys, str(run), "chat=true")[0]
 
 

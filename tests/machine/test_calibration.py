@@ -50,7 +50,7 @@ def test_plan_uses_what_was_measured_and_says_so(config: TrainConfig, tmp_path: 
     text, peak = format_plans(config, [after], details=True), after.peak_bytes / GIB
     assert f"peak {peak:.2f} GiB predicted, {1.25 * peak:.2f} as measured on this machine, of 15.75" in text
     assert f"step {before.time.seconds:.3f} s predicted, {after.time.seconds:.3f} as measured on this machine" in text
-    assert "Time is estimated, of v5litepod-1 times what was measured on this machine" in text
+    assert "Time is estimated, scaled by measurements of this machine for v5litepod-1" in text
     (other,) = plan(config, ["v6e"])
     assert other.note == "" and other.time and other.time.measured is None, "another chip was not measured"
 

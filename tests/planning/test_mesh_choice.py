@@ -130,7 +130,7 @@ def test_train_chooses_before_the_launch(eight: Any) -> None:
     assert found.room is not None and found.room.replicas == 8 and found.time is not None
     text = str(found)
     assert "launch.mesh=null: a replica on each device takes 17." in text
-    assert "so mesh=data=4,fsdp=2, which holds it in 9.84 GiB; predicted are" in text
+    assert "so mesh=data=4,fsdp=2, which holds it in 9.84 GiB; predicted:" in text
     assert "devices [[0, 1], [2, 3], [4, 5], [6, 7]] by data, fsdp" in text
     open_batch = check_before_launch(run("Qwen/Qwen3-32B", "device_type=tpu", "batch_size=auto"), at=eight)
     assert (open_batch.config.launch.mesh, open_batch.config.optim.batch_size) == ("fsdp=8", 2)

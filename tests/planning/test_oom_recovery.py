@@ -47,7 +47,7 @@ def test_a_prediction_that_was_too_low_is_corrected_by_what_was_taken(eight: Pre
     assert found is not None and (found.rank, found.traceback) == (0, "the traceback")
     assert found.overrides["global_batch_size"] == 8 * 96 and 96 % found.overrides["batch_size"] == 0
     text = str(found)
-    assert text.startswith("ranks 0, 1 failed:\n") and "and 17.00 were wanted. An update has the same rows" in text
+    assert text.startswith("ranks 0, 1 failed:\n") and "; 17.00 were requested. An update keeps its rows" in text
     assert f"\n  batch_size={found.overrides['batch_size']} global_batch_size=768\n" in text
     assert "it starts anew, because nothing was saved yet" in text
     other = again(eight, found.overrides, tmp_path)

@@ -167,7 +167,7 @@ def test_the_inputs_of_blocks_are_kept_where_those_of_all_layers_do_not_fit(larg
         }  # fmt: skip
         assert not gathered or gathered["blocks"] == pytest.approx(2.75 / 2 * gathered["full"])
     text = format_plans(found.config, [found], details=True)
-    assert "remat=blocks keeps 8 inputs of blocks, and of the layers of one block 4, in place of 32; 24 of 32" in text
+    assert "remat=blocks keeps 8 inputs of blocks and 4 inputs of layers in a block, in place of 32; 24 of 32" in text
     assert plan(long, ["v6e"])[0].config.optim.remat == "full"
     (short,) = plan(replace(long, optim=replace(long.optim, remat="full")))
     changes = {knob.change: knob for knob in short.advice.knobs}
@@ -257,7 +257,7 @@ def test_hours_from_epochs() -> None:
 def test_hours_that_are_not_known(small: Path, tmp_path: Path) -> None:
     for settings, reason in (
         (["source=openai/gsm8k:main"], "data.source=openai/gsm8k:main is not on this machine; set optim.max_steps"),
-        (["source=gs://bucket/rows.jsonl"], "is in an object store, and is not read for a plan"),
+        (["source=gs://bucket/rows.jsonl"], "is in an object store, which a plan does not read"),
     ):
         (found,) = plan(run(small, *settings))
         assert found.updates is None and reason in found.unknown
@@ -265,7 +265,7 @@ def test_hours_that_are_not_known(small: Path, tmp_path: Path) -> None:
     large = tmp_path / "rows.jsonl"
     with large.open("wb") as file:
         file.truncate(40 * 2**20)
-    assert "has 40 MiB, too much to tokenise" in count_rows(run(small, f"source={large}")).reason
+    assert "has 40 MiB, too much to tokenize" in count_rows(run(small, f"source={large}")).reason
     (tmp_path / "bad.jsonl").write_text("{")
     assert "not valid JSON" in count_rows(load_config(None, [f"source={tmp_path}/bad.jsonl"])).reason
     few = load_config("embedded-cot", ["max_steps=null", "global_batch_size=4000", "warmup_steps=0"])
@@ -496,7 +496,7 @@ def test_without_the_compiler_the_formula_answers(
     assert main(["plan", f"model.name={small}", "--exact", "--json"]) == 0
     printed = capsys.readouterr()
     assert json.loads(printed.out)[0]["source"] == "formula"
-    assert "v5litepod-1: by formula, as the compiler cannot run: the TPU compiler needs libtpu" in printed.err
+    assert "v5litepod-1: by formula, because the compiler cannot run: the TPU compiler needs libtpu" in printed.err
     assert printed.err.count("by formula") == 1
 
 
@@ -596,7 +596,7 @@ def test_the_report(small: Path, large: Path, capsys: pytest.CaptureFixture[str]
         main(["plan", f"model.name={large}", "batch_size=8", "device_type=cuda", "source=rows.jsonl", "--details"]) == 0
     )
     printed, note = capsys.readouterr()
-    assert note.startswith("For a v5e, as --chip names no TPU. On a GPU, `train` prints the memory and the time")
+    assert note.startswith("Planned for a v5e, because --chip names no TPU. On a GPU, `train` prints the memory")
     assert "the least harmful first" in printed and "the unchanged run fits" in printed
     assert " - " in printed.splitlines()[3], "no seconds and no dollars of what does not fit"
     assert "No hours and no cost: data.source=rows.jsonl is not on this machine" in printed
@@ -713,7 +713,7 @@ def test_hours_by_characters_without_a_tokenizer(small: Path, tmp_path: Path) ->
     (tmp_path / "rows.jsonl").write_text(lines)
     (found,) = plan(run(small, f"source={tmp_path}/rows.jsonl", "batch_size=4", "eval_rows=0"))
     assert found.updates == math.ceil(1000 * 800 / 4 / 1024) // 4
-    assert "its rows were counted by 4 characters a token, as its tokenizer is not here" in found.unknown
+    assert "rows are estimated with 4 characters a token, because its tokenizer is not here" in found.unknown
     assert found.run.run_hours is not None and "Hours and cost: model.name=" in format_plans(found.config, [found])
 
 

@@ -169,7 +169,7 @@ def test_a_whole_model_in_place_of_an_adapter_is_told(
     ("difference", "told"),
     [
         ("files", "the hosts differ in\n  base weights of ./model: "),
-        ("memory", "the hosts do not begin with the same weights of model.name=./model and checkpoint in "),
+        ("memory", "the hosts do not start with the same weights of model.name=./model and checkpoint in "),
     ],
     ids=["files", "memory"],
 )

@@ -39,18 +39,18 @@ def tell(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         (
             ["max_length=4096", "batch_size=16", "attention=sdpa"], 2,
             "model.attention=sdpa: the scores of 32 heads x 4,096 x 4,096 x 2 bytes for each of 16 rows are 16.00 GiB, "
-            "more than the 15.75 GiB of v5litepod-1; set model.attention=auto, which has a kernel without them, or "
+            "more than the 15.75 GiB of v5litepod-1; set model.attention=auto, whose kernel writes no scores, or "
             "optim.batch_size=15",
         ),
         (
             ["max_length=16411", "batch_size=1"], 2,
-            "data.max_length=16411: 1 x 16411 tokens would be 16,411 tiles of 1 for optim.mlp_tile=2048, as no larger "
-            "ones are equal; set data.max_length=16384, a multiple of 128",
+            "data.max_length=16411: 1 x 16411 tokens would be 16,411 tiles of 1 for optim.mlp_tile=2048, because "
+            "larger tiles are not equal; set data.max_length=16384, a multiple of 128",
         ),
         (
             ["max_length=16411", "batch_size=1", "remat=blocks"], 2,
-            "data.max_length=16411: 1 x 16411 tokens would be 16,411 tiles of 1 for optim.mlp_tile=2048, as no larger "
-            "ones are equal; set data.max_length=16384, a multiple of 128",
+            "data.max_length=16411: 1 x 16411 tokens would be 16,411 tiles of 1 for optim.mlp_tile=2048, because "
+            "larger tiles are not equal; set data.max_length=16384, a multiple of 128",
         ),
         (
             ["max_length=131073", "batch_size=1"], 1,
@@ -78,10 +78,8 @@ def test_a_rollout_whose_keys_and_values_do_not_fit_is_told_with_what_to_do(
     sizes = ["max_length=1024", "max_completion_length=900", "prompts_per_update=64", "eval_rows=0"]
     sizes += ["eval_generate_rows=0", "eval_steps=null", "device_type=cpu"]
     line = tell("grpo", "embedded-grpo", *sizes)
-    assert (
-        "rl.prompts_per_update=64: keys and values of 64 prompts and 512 completions in 1,040 slots take 1.27 GiB, and "
-        "this host has 0.25 GiB for each of 1, of which weights and state take " in line
-    )
+    assert line.startswith("rl.prompts_per_update=64: keys and values of 64 prompts and 512 completions in 1,040 slots")
+    assert " take 1.27 GiB. Weights and state take " in line and " GiB of the 0.25 GiB per device of this host" in line
     assert line.endswith("; set rl.prompts_per_update=12")
     fewer = load_config("embedded-grpo", [*sizes, "prompts_per_update=12"])
     assert check_before_launch(fewer, at=at).setting is not None

@@ -357,7 +357,7 @@ def test_a_dry_run_prints_the_plan_and_leaves_nothing(
     found = json.loads(capsys.readouterr().out)
     assert found["resumed_from"]["step"] == 2 and (found["updates"], found["updates_left"]) == (3, 1)
     assert main([*command, "lora.r=4"]) == 1 and "lora.r: 2 there, 4 now" in capsys.readouterr().err
-    assert main([*command[:-1], "--json"]) == 2 and "--json: is for --dry-run" in capsys.readouterr().err
+    assert main([*command[:-1], "--json"]) == 2 and "--json: add --dry-run" in capsys.readouterr().err
     assert main(["distill", *command[1:]]) == 2 and "names no teacher" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
 

@@ -132,7 +132,7 @@ def test_what_names_no_server(settings: list[str], text: str, capsys: pytest.Cap
 def test_servers_that_do_not_answer_are_named(server: Recorded, capsys: pytest.CaptureFixture[str]) -> None:
     where = address(server)
     assert main([*EVALUATE, f"server={where}", "run_name=other"]) == 1
-    assert f"server={where} has base, my-run, and not other: give served_model=NAME, or" in capsys.readouterr().err
+    assert f"server={where} serves base, my-run, not other: give served_model=NAME, or" in capsys.readouterr().err
     server.answers.clear()
     assert main([*EVALUATE, f"server={where}"]) == 1
     told = capsys.readouterr().err

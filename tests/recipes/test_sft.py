@@ -554,14 +554,14 @@ def test_a_run_keeps_the_batch_that_auto_chose(
     settings = {"batch_size": "auto", "logging_steps": 1, "save_steps": 1}
     first = sft.train(configure(**settings, max_steps=1, global_batch_size=8))
     assert load_config(Path(first.output_dir) / "config.yaml").optim.batch_size == 8
-    assert "optim.batch_size=auto is 8: the most that leaves 50% of " in capfd.readouterr().out
+    assert "optim.batch_size=auto is 8: the largest that leaves 50% of " in capfd.readouterr().out
     assert first.metrics["host_peak_bytes"] > 2**28
     # A continued run keeps its rows, whatever memory there is now.
     monkeypatch.setattr(preflight, "best_setting", lambda *_: pytest.fail("chosen anew"))
     config = configure(**settings, max_steps=2)
     assert sft.train(config).step == 2
     printed = capfd.readouterr().out
-    assert "optim.batch_size=8, as in the run that this one resumes" in printed
+    assert "optim.batch_size=8, as in the resumed run" in printed
     assert "resumed          from step 1" in printed
     assert load_config(config.output_path / "config.yaml").optim.global_batch_size == 8
     assert records(config, "train")[-1]["host_peak_bytes"] > 2**28
@@ -581,7 +581,7 @@ def test_a_run_that_ran_out_of_memory_goes_on_with_what_it_proposes(
     error = caught.value
     assert error.rank == 1 and "Used 17.00G of 15.75G hbm" in error.traceback
     assert error.overrides == {"batch_size": 2}
-    for text in ("The next setting that fits is\n  batch_size=2\n", "An update has the same rows as before, and ",
+    for text in ("The next setting that fits is\n  batch_size=2\n", "An update keeps its rows, and ",
                  "the run resumes from step 2.\n", "the parameters cell\n  batch_size = 2\nand run it"):  # fmt: skip
         assert text in str(error)
     ended = sft.train(configure("run", **settings | error.overrides))
@@ -617,7 +617,7 @@ def test_host_memory_that_runs_out_is_explained(tmp_path: Path) -> None:
     # The failed allocation is torch's, whose text says "allocate", or Python's.
     assert "allocate" in printed or "\nMemoryError\n{" in printed, printed
     assert "{'batch_size': 128, 'global_batch_size': 256}" in printed
-    assert "  batch_size=128 global_batch_size=256\n" in printed and "it starts anew, because nothing was saved" in printed
+    assert "  batch_size=128 global_batch_size=256\n" in printed and "it starts anew, because nothing" in printed
 
 
 def test_rows_in_memory(configure: Configure) -> None:

@@ -77,8 +77,8 @@ def placed(
     verdict = "which holds it in" if best.fits else "the largest fsdp axis, which does not hold it in"
     note = (
         f"{asked}: a replica on each device takes {text}, so mesh={best.where.mesh}, {verdict} "
-        f"{best.peak_bytes / GIB:.2f} GiB; predicted are {best.time.seconds:.2f} s a step, {best.time.all_reduce:.2f} "
-        f"s of them collectives that are not hidden, against {one.time.seconds:.2f} s by replicas"
+        f"{best.peak_bytes / GIB:.2f} GiB; predicted: {best.time.seconds:.2f} s a step, {best.time.all_reduce:.2f} "
+        f"s of them in exposed collectives, and {one.time.seconds:.2f} s with replicas"
     )
     return replace(config, launch=best.config.launch), best.where, note
 

@@ -110,7 +110,7 @@ def _table(one: Setting, time: StepTime | None) -> list[str]:
         f"kept free: {verdict}",
     ]
     if room.device_type != "tpu":
-        lines[0] += f", a formula for TPUs, not for {room.device_type}"
+        lines[0] += f", which is for TPUs, not for {room.device_type}"
     elif ratio := room.calibration.memory:
         lines[0] += f", {ratio * peak / GIB:.2f} GiB as measured on this machine"
     if time is not None:
@@ -330,7 +330,7 @@ def _caches(one: Setting) -> Iterator[str]:
     yield (
         f"rl.prompts_per_update={config.rl.prompts_per_update}: keys and values of {rollout.prompts} prompts and "
         f"{rollout.samples} completions in {rollout.slots:,} slots take {caches / GIB:.2f} GiB. Weights and state take "
-        f"{rest / GIB:.2f} GiB of the {where.limit / GIB:.2f} GiB of a device of {where.name}; {advice}"
+        f"{rest / GIB:.2f} GiB of the {where.limit / GIB:.2f} GiB per device of {where.name}; {advice}"
     )
 
 

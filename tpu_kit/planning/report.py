@@ -287,9 +287,7 @@ def limits(one: Plan) -> list[str]:
     most = f"the largest batch_size that fits is {advice.largest_batch}, the"
     if one.compiled:
         most = f"the largest batch_size that was compiled and fits is {advice.largest_batch or 'none'}; by formula, the"
-    lines.append(
-        f"  varied one at a time (else {kept}): {most} longest max_length {advice.longest_sequence}{rank}"
-    )
+    lines.append(f"  varied one at a time (else {kept}): {most} longest max_length {advice.longest_sequence}{rank}")
     found = one.inference
     lines.append(
         f"  generation: {found.weight_bytes / GIB:.2f} GiB of weights, {found.cache_bytes_per_token / 2**10:,.1f} "

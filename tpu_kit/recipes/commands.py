@@ -1,4 +1,4 @@
-"""The commands that train, ask and export a model, and plan a run."""
+"""The commands that train, query and export a model, and plan a run."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def train(args: argparse.Namespace) -> int:
 
 
 @command(
-    "teacher=FOLDER names the teacher; files=FOLDER keeps its logits. on_policy=true trains on completions that the\n"
-    f"model samples, in place of those of the rows.\n\n{_TRAINS}",
+    "teacher=FOLDER names the teacher; files=FOLDER stores its logits. on_policy=true trains on completions that the\n"
+    f"model samples, in place of the rows' completions.\n\n{_TRAINS}",
     _RUN,
 )
 def distill(args: argparse.Namespace) -> int:
@@ -48,7 +48,7 @@ def distill(args: argparse.Namespace) -> int:
 
 
 @command(
-    "reward_funcs=[auto] names what judges; adapter=FOLDER is where training starts, run_name=NAME where it writes.\n\n"
+    "reward_funcs=[auto] names the rewards; adapter=FOLDER is the adapter to start from, run_name=NAME the output.\n\n"
     + _TRAINS,
     _RUN,
 )
@@ -58,8 +58,8 @@ def grpo(args: argparse.Namespace) -> int:
 
 
 @command(
-    "source=FILE has rows with a chosen and a rejected reply; losses=[sigmoid] names the losses, pref_beta=0.1 says\n"
-    "how close the model stays to its start; adapter=FOLDER is where it starts, run_name=NAME where it writes.\n\n"
+    "source=FILE has rows with a chosen and a rejected reply; losses=[sigmoid] names the losses, pref_beta=0.1 sets\n"
+    "how close the model stays to its start; adapter=FOLDER is the adapter to start from, run_name=NAME the output.\n\n"
     + _TRAINS,
     _RUN,
 )
@@ -74,12 +74,12 @@ def _fine_tune(
     """Plans a run, and trains it unless `--dry-run` is given.
 
     Args:
-        args: of the command.
-        module: has the recipe.
-        trained: returns the run as the recipe trains it.
+        args: the arguments of the command.
+        module: the module of the recipe.
+        trained: returns the configuration that the recipe trains.
     """
     if args.json and not args.dry_run:
-        raise ConfigError(["--json: is for --dry-run, which prints the run plan; add it"])
+        raise ConfigError(["--json: add --dry-run, which prints the run plan"])
     if not args.dry_run:
         shown = trained(args.config) if trained else args.config
         print(describe(shown), flush=True)  # before torch is imported, which takes seconds
@@ -97,9 +97,9 @@ def _fine_tune(
 
 
 @command(
-    "batch_size and remat are chosen unless they are set. A folder with only a config.json is a model. A run that\n"
+    "batch_size and remat are chosen unless they are set. A model may be a folder with only a config.json. A run that\n"
     "sets a parameter of rl is planned as `grpo` trains it.\n\n"
-    "Exit codes: 0 the plans are printed (also of runs that do not fit), 2 bad arguments.",
+    "Exit codes: 0 the plans are printed (also for runs that do not fit), 2 bad arguments.",
     {
         **CONFIG,
         "--chip": {
@@ -107,8 +107,8 @@ def _fine_tune(
             "help": "chips (v5e), slices (v5litepod-8) or topologies (v5e:2x4), or kaggle, colab; v5e by default",
         },
         "--exact": switch("ask the real TPU compiler; some minutes for each chip"),
-        "--details": switch("print memory by part, settings, limits and assumptions too"),
-        "--models": switch("list the models that need no network; with --chip, the largest that train there"),
+        "--details": switch("also print memory by part, settings, limits and assumptions"),
+        "--models": switch("list the models that need no network; with --chip, the largest models that train there"),
         **JSON,
     },
 )
@@ -121,7 +121,7 @@ def plan(args: argparse.Namespace) -> int:
     from tpu_kit.planning.report import format_plans, largest
 
     if not args.chip and (args.config.launch.device_type == "cuda" or Machine().gpus()):
-        print(f"For a v5e, as --chip names no TPU. {ON_GPU}.", file=sys.stderr)
+        print(f"Planned for a v5e, because --chip names no TPU. {ON_GPU}.", file=sys.stderr)
     names = [name.strip() for name in (args.chip or "v5e").split(",")]
     try:
         if args.models:
@@ -142,7 +142,7 @@ def plan(args: argparse.Namespace) -> int:
 
 
 @command(
-    "Without a prompt, on a terminal, it is a chat: /exit or Ctrl-D ends it.\n\n"
+    "Without a prompt, on a terminal, it starts a chat: /exit or Ctrl-D ends it.\n\n"
     "Exit codes: 0 done, 1 error, 2 bad arguments.",
     CONFIG | JSON,
     (Prompts, Sampling),
@@ -166,7 +166,7 @@ def generate(args: argparse.Namespace) -> int:
 
 
 @command(
-    "Exit codes: 0 written and checked, 1 refused, or different from the tuned model, 2 bad arguments.",
+    "Exit codes: 0 written and checked, 1 refused or different from the tuned model, 2 bad arguments.",
     {"run": {"metavar": "RUN_DIR", "help": "the output of training: a folder, or gs://bucket/run"}, **JSON},
     (ExportOptions,),
     others=False,
@@ -182,7 +182,7 @@ def export(args: argparse.Namespace) -> int:
 
 
 @command(
-    "Exit codes: 0 all are good, 1 one is damaged, 2 bad arguments.",
+    "Exit codes: 0 all are good, 1 a checkpoint is damaged, 2 bad arguments.",
     {
         "run": {"metavar": "OUTPUT_DIR", "help": "a folder, or gs://bucket/run"},
         "--verify": switch("read and check every file"),

@@ -1,4 +1,4 @@
-"""Distillation: the run of `sft.train` with the loss of `training.losses.distillation`."""
+"""Distillation: runs `sft.train` with the loss of `training.losses.distillation`."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from tpu_kit.recipes.result import TrainResult
 
 
 def configured(config: TrainConfig) -> TrainConfig:
-    """Returns the run as `distill` trains it; raises ConfigError if there is no teacher."""
+    """Returns the configuration that `distill` trains; raises ConfigError if there is no teacher."""
     if config.distill.teacher is None:
         raise ConfigError(["distill.teacher: null names no teacher; set it to a hub id or a folder"])
     return config
 
 
 def distill(config: TrainConfig, dataset: Dataset | DatasetDict | None = None, *, exact: bool = False) -> TrainResult:
-    """Trains a model with `distill.teacher`; the arguments are those of `sft.train`.
+    """Trains a model with `distill.teacher`; the arguments are the same as for `sft.train`.
 
     Raises:
         ConfigError: there is no teacher.
-        ValueError: the teacher does not fit the model, or its files are damaged or of another run; or as `sft.train`.
+        ValueError: the teacher does not fit the model; its files are damaged or from another run; or as `sft.train`.
     """
     return sft.train(configured(config), dataset, exact=exact)
 
 
 def derive_student(model: ModelConfig, folder: str | Path, layers: int) -> Path:
-    """Replaces a folder by a student with some layers of a model, evenly spaced, the first and the last among them.
+    """Writes a student to a folder: a model with `layers` of its layers, evenly spaced from the first to the last.
 
-    This is the initialisation of DistilBERT (Sanh et al., arXiv:1910.01108); such a student needs `lora.r=0`.
+    This is the initialization of DistilBERT (Sanh et al., arXiv:1910.01108). Train the student with `lora.r=0`.
 
     Raises:
-        ValueError: the model has not more layers; or as `load_base`.
+        ValueError: `layers` is not between 1 and the model's layers - 1; or as `load_base`.
     """
     base = load_base(model, torch.bfloat16)
     decoder = base.get_decoder()
@@ -52,7 +52,7 @@ def derive_student(model: ModelConfig, folder: str | Path, layers: int) -> Path:
     text = base.config.get_text_config()
     text.num_hidden_layers = layers
     for key, value in [*vars(text).items()]:
-        if isinstance(value, list) and len(value) == count:  # an entry for each layer, as layer_types
+        if isinstance(value, list) and len(value) == count:  # an entry for each layer, such as layer_types
             setattr(text, key, [value[number] for number in numbers])
     with atomic.replacing(Path(folder)) as part:
         base.save_pretrained(part)

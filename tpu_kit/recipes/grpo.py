@@ -1,4 +1,4 @@
-"""Reinforcement learning with verifiable rewards (GRPO and its variants): the run of `sft.train` on its own samples."""
+"""Reinforcement learning with verifiable rewards (GRPO and variants): runs `sft.train` on the model's samples."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tpu_kit.recipes.result import TrainResult
 
 
 def configured(config: TrainConfig) -> TrainConfig:
-    """Returns the run as `grpo` trains it."""
+    """Returns the configuration that `grpo` trains."""
     return of_rewards(config)
 
 
@@ -27,11 +27,11 @@ def grpo(
     """Trains a model on completions that it samples, by their rewards.
 
     Args:
-        config: the run; its section `rl`.
-        dataset: as in `sft.train`; rows need a prompt, and what the rewards read.
-        reward_funcs: a name or a function, or several, in place of `rl.reward_funcs`; see
-            `generation.evaluation.rewards`. Where replicas are processes, functions of a notebook or a script are
-            copied to them, see `distributed.sending`.
+        config: the run; its section `rl` sets the algorithm.
+        dataset: as in `sft.train`; rows need a prompt and the columns that the rewards read.
+        reward_funcs: a name or function, or a sequence of them, in place of `rl.reward_funcs`; see
+            `generation.evaluation.rewards`. If replicas are processes, functions of a notebook or script are copied to
+            them (`distributed.sending`).
         exact: as in `sft.train`.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Preference tuning (DPO and its family): the run of `sft.train` on pairs of a chosen and a rejected reply."""
+"""Preference tuning (DPO and its family): runs `sft.train` on pairs of a chosen and a rejected reply."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tpu_kit.recipes.result import TrainResult
 
 
 def configured(config: TrainConfig) -> TrainConfig:
-    """Returns the run as `dpo` trains it."""
+    """Returns the configuration that `dpo` trains."""
     return of_preferences(config)
 
 
@@ -18,7 +18,7 @@ def dpo(config: TrainConfig, dataset: Dataset | DatasetDict | None = None, *, ex
     """Trains a model on pairs of replies, by the losses of `config.preference`.
 
     Args:
-        config: the run; its section `preference`.
+        config: the run; its section `preference` sets the losses.
         dataset: as in `sft.train`; rows need a chosen and a rejected reply.
         exact: as in `sft.train`.
 

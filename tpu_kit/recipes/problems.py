@@ -1,6 +1,6 @@
-"""What stands in the way of a planned run: functions of the plan, one for each step, that return all problems.
+"""Checks a planned run: for every step of the plan, a function returns all problems.
 
-A new check of what needs neither model nor data belongs into `of_machine`.
+Add a new check that needs neither model nor data to `of_machine`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def caught(check: Callable[..., object], *given: Any) -> list[ValueError]:
-    """Returns the problem that a check raises; none if it passes."""
+    """Returns the ValueError that a check raises as a list; empty if it passes."""
     try:
         check(*given)
     except ValueError as error:
@@ -42,7 +42,7 @@ def caught(check: Callable[..., object], *given: Any) -> list[ValueError]:
 
 
 def tell(problems: Iterable[ValueError]) -> None:
-    """Raises all problems as one error, a single one as it is; ConfigError if all are of the configuration."""
+    """Raises all problems as one error, a single problem unchanged; ConfigError if all are ConfigErrors."""
     found = list({str(problem): problem for problem in problems}.values())
     if len(found) == 1:
         raise found[0]
@@ -55,14 +55,14 @@ def tell(problems: Iterable[ValueError]) -> None:
 
 
 def of_machine(config: TrainConfig, hosts: Hosts) -> list[ValueError]:
-    """Trackers, the verifier, an own format, the hub, which host 0 alone asks, and what several hosts do not do."""
+    """Checks trackers, verifier, custom formats, the hub (on host 0 only), and settings for several hosts."""
     found = [*caught(check_tracking, config), *caught(verifier_named, config.tracking.verifier)]
     found += [error for one in config.data.by_source for error in caught(own_function, one.format)]
     if hosts.count > 1 and config.distill.files:
-        text = "distill.files is not for several hosts: set it to null, so that each host runs the teacher"
+        text = "distill.files does not work on several hosts: set it to null, so that each host runs the teacher"
         found.append(ValueError(text))
     if hosts.count > 1 and config.checkpoint.source:
-        text = "checkpoint.source is for one host; set output_dir to gs://bucket/run or a shared folder"
+        text = "checkpoint.source works on a single host; set output_dir to gs://bucket/run or a shared folder"
         found.append(ValueError(text))
     if not hosts.index and (wrong := hub_problems(config)):
         found.append(ConfigError(wrong))
@@ -70,7 +70,7 @@ def of_machine(config: TrainConfig, hosts: Hosts) -> list[ValueError]:
 
 
 def of_model(plan: RunPlan, objective: Objective | None) -> list[ValueError]:
-    """The objective, the adapter from which training starts, and the checkpoint by parameters and weights."""
+    """Checks the objective, the adapter from which training starts, and the checkpoint's parameters and weights."""
     found = [*of_resuming(plan), *caught(check_objective, plan.config, objective)]
     found += [] if found else caught(check_layers, plan.config, plan.backend.device_type)
     if plan.config.lora.adapter and objective is not None:
@@ -79,7 +79,7 @@ def of_model(plan: RunPlan, objective: Objective | None) -> list[ValueError]:
 
 
 def of_data(plan: RunPlan, prepared: Prepared, reward_funcs: Sequence[Any] | None) -> list[ValueError]:
-    """What answers held-out rows and judges completions."""
+    """Checks that held-out rows can be answered and completions judged."""
     found = caught(check_answers, plan.config, prepared, plan.settings)
     if prepared.tasks:
         found += caught(check_rollouts, plan.config, prepared.tasks.rows.rows, reward_funcs, plan.backend.hosts)
@@ -87,12 +87,12 @@ def of_data(plan: RunPlan, prepared: Prepared, reward_funcs: Sequence[Any] | Non
 
 
 def of_batch(plan: RunPlan) -> list[ValueError]:
-    """The checkpoint by data and batch as well, and whether the model trains as transformers defines it."""
+    """Checks the checkpoint's data and batch, and that the model trains as transformers defines it."""
     return of_resuming(plan) or caught(check_training, plan.config, plan.backend.device_type, plan.settings)
 
 
 def of_resuming(plan: RunPlan) -> list[ValueError]:
-    """Why the run may not continue from its checkpoint, by what the plan knows so far."""
+    """Checks that the run may resume from its checkpoint, by the facts that the plan has so far."""
     if (point := plan.resume_point) is None:
         return []
     total = plan.config.optim.max_steps if plan.updates is None else plan.updates
@@ -102,13 +102,13 @@ def of_resuming(plan: RunPlan) -> list[ValueError]:
 
 def _check_start(plan: RunPlan, adapter: str, objective: Objective) -> None:
     """Raises ValueError if `lora.adapter` was trained on other weights, or does not fit the model and its objective."""
-    from tpu_kit.model.meta_model import empty_model  # it loads the compiler of torch, which takes a second
+    from tpu_kit.model.meta_model import empty_model  # it loads torch's compiler, which takes a second
 
     config = plan.config
     with adapter_at_hand(adapter) as folder:
         assert folder is not None
         base_of_adapter(config.model, folder, plan.record.identities.get(NAME))
-        if config.lora.finds_tokens:  # which the rows tell; a replica compares them
+        if config.lora.finds_tokens:  # the rows determine the tokens; a replica compares them
             return
         tokens = models.token_numbers(config.model, config.lora)
         with torch.device("meta"):

@@ -1,4 +1,4 @@
-"""What runs in every replica: `fine_tune` loads the planned run and trains it."""
+"""The code of a replica: `fine_tune` loads the planned run and trains it."""
 
 from __future__ import annotations
 
@@ -46,25 +46,25 @@ def fine_tune(
     data: MappedData | None = None,
     reward_funcs: Sequence[Any] | None = None,
 ) -> TrainResult | None:
-    """Trains in one replica; the first replica of each host returns the result.
+    """Trains in one replica; the first replica of each host returns the result, the others None.
 
-    Its metrics: loss (of the last window) and eval_loss (of the weights in adapter_dir), nats per loss token;
-    eval_accuracy with tracking.eval_generate_rows; of a mix eval_loss/NAME and eval_accuracy/NAME of each source;
-    eval_step, the step of all these; train_seconds of all launches, with evaluations and checkpoints; skipped_updates;
-    compiles on XLA and a GPU; and `metrics.peak_memory`.
+    Its metrics: loss (last window) and eval_loss (weights in adapter_dir) in nats per loss token; eval_accuracy with
+    tracking.eval_generate_rows; for a mix, eval_loss/NAME and eval_accuracy/NAME per source; eval_step, the step of
+    these evaluations. train_seconds of all launches includes evaluations and checkpoints. skipped_updates; compiles on
+    XLA and a GPU; and `metrics.peak_memory`.
 
     Args:
-        config: the run, that of the plan.
-        plan: made by the process that launches; None plans here, without the checks of `train`.
-        data: prepared by that process; None prepares them here.
-        reward_funcs: of reinforcement learning, in place of `rl.reward_funcs`.
+        config: the configuration of the plan.
+        plan: the plan of the launching process; None plans here, without the checks of `train`.
+        data: the data that this process prepared; None prepares it here.
+        reward_funcs: rewards for reinforcement learning, in place of `rl.reward_funcs`.
     """
     with trainer(config, plan, data, reward_funcs) as (loop, agreement):
         status = loop.run(agreement)
         reason = loop.evaluations.reason if status == "stopped" else agreement.reason or ""
         result = _finish(loop, status, reason) if loop.rt.local_rank == 0 else None
         if loop.rt.num_hosts > 1:
-            loop.rt.barrier()  # a host that ends early could make its engine stop host 0, which saves
+            loop.rt.barrier()  # if a host ends early, its engine may stop host 0 while it saves
         return result
 
 
@@ -75,7 +75,7 @@ def trainer(
     data: MappedData | None = None,
     reward_funcs: Sequence[Any] | None = None,
 ) -> Iterator[tuple[Trainer, PreemptionGuard]]:
-    """Loads the run in one replica; yields its loop, ready to run, and what stops it; arguments as in `fine_tune`."""
+    """Loads the run in one replica; yields the ready loop and its preemption guard. Arguments as in `fine_tune`."""
     rt = runtime.current()
     given = plan or _planned_here(config, rt)
     config, objective = given.config, objective_of(given.config)
@@ -99,7 +99,7 @@ def trainer(
         if rt.rank == 0:
             for line in plan.resume_point.described(config, plan.record) if plan.resume_point else ():
                 print(line, flush=True)
-            head = output_embedding(model).weight  # before it leaves the CPU
+            head = output_embedding(model).weight  # before the model leaves the CPU
             frozen = bool(config.lora.r) and not (config.lora.full or config.lora.adapts_embeddings)
             untrained = describe_untrained(prepared, head, frozen, models.token_numbers(config.model, config.lora))
         checkpoint = plan.resume_point.checkpoint if plan.resume_point else None
@@ -121,7 +121,7 @@ def trainer(
 
 
 def read(plan: RunPlan, objective: Objective, data: MappedData | None) -> tuple[torch.nn.Module, Prepared]:
-    """Loads the model on the CPU, with its objective and the adapter from which it starts, and the data."""
+    """Loads the model on the CPU, with its objective and the adapter to start from, and the data."""
     config = plan.config
     model = models.load_model(config.model, config.lora, config.optim.seed, plan.settings)
     objective.attach(model, lambda one: load_frozen(plan.pinned(one)))
@@ -139,10 +139,10 @@ def _planned_here(config: TrainConfig, rt: Runtime) -> RunPlan:
 
 
 def _completed(plan: RunPlan, prepared: Prepared, rt: Runtime) -> RunPlan:
-    """Adds to a plan what only the replica knows: its data, and on some TPUs the number of replicas.
+    """Adds facts that only the replica knows: the data, and on some TPUs the number of replicas.
 
     Raises:
-        ValueError: the plan was made for other devices, or the run may not continue from its checkpoint.
+        ValueError: the plan was made for other devices, or the run may not resume from its checkpoint.
     """
     backend, batch = plan.backend, plan.batch
     if backend.device_type != rt.device_type or (
@@ -161,10 +161,10 @@ def _completed(plan: RunPlan, prepared: Prepared, rt: Runtime) -> RunPlan:
 
 
 def _confirm(plan: RunPlan, rt: Runtime, checkpoints: CheckpointManager | None) -> None:
-    """Takes the folder over, on rank 0, and confirms that the run continues from the checkpoint that was planned.
+    """Takes the folder over on rank 0, and confirms that the run resumes from the planned checkpoint.
 
     Raises:
-        Outdated: the newest checkpoint is another one, or the planned one is damaged; on all hosts.
+        Outdated: on all hosts, if the newest good checkpoint is not the planned checkpoint.
     """
     text, point = "", plan.resume_point
     if checkpoints is not None:
@@ -185,9 +185,9 @@ def _confirm(plan: RunPlan, rt: Runtime, checkpoints: CheckpointManager | None) 
 
 
 def _begin(plan: RunPlan, loop: Trainer, untrained: str) -> None:
-    """Writes the configuration of a run, and tells what it trains on.
+    """Writes the configuration of a run, and prints its data and model.
 
-    It comes after all checks: a refused run must not replace the files of an earlier one.
+    It runs after all checks, because a refused run must not replace the files of an earlier run.
     """
     config, prepared = plan.config, loop.prepared
     if loop.step < loop.total and not loop.evaluations.stopped:
@@ -206,7 +206,7 @@ def _begin(plan: RunPlan, loop: Trainer, untrained: str) -> None:
 
 
 def _check_same(plan: RunPlan, rt: Runtime, model: torch.nn.Module) -> None:
-    """Checks that all hosts continue from the same checkpoint and begin with the same weights."""
+    """Raises ValueError unless all hosts resume from the same checkpoint and start with the same weights."""
     config, step = plan.config, plan.resume_point.step if plan.resume_point else 0
     table = torch.zeros(rt.world_size, 3)
     table[rt.rank] = torch.tensor([step, *_weights_digest(model)])
@@ -215,14 +215,14 @@ def _check_same(plan: RunPlan, rt: Runtime, model: torch.nn.Module) -> None:
     if len(set(rows)) > 1:
         shown = ", ".join(f"step {step}, {high:06x}{low:06x}" for step, high, low in rows)
         raise ValueError(
-            f"the hosts do not begin with the same weights of model.name={config.model.name} and checkpoint in "
+            f"the hosts do not start with the same weights of model.name={config.model.name} and checkpoint in "
             f"{config.checkpoints_place}: they have {shown} (by rank; 0: no checkpoint). Set output_dir to an object "
-            "store (gs://bucket/run) or a folder that all share, and give all the same files, packages and processor"
+            "store (gs://bucket/run) or a shared folder, and use the same files, packages and processor on all hosts"
         )
 
 
 def _weights_digest(model: torch.nn.Module) -> tuple[int, int]:
-    """Returns a hash of samples of all weights as two numbers that fp32 holds exactly."""
+    """Returns a hash of samples of all weights, as two integers that fp32 represents exactly."""
     digest = hashlib.sha256()
     for name, tensor in model.state_dict().items():
         sample = tensor.reshape(-1)[:: max(1, tensor.numel() // 64)].contiguous()
@@ -231,11 +231,11 @@ def _weights_digest(model: torch.nn.Module) -> tuple[int, int]:
 
 
 def _parts(config: TrainConfig, rt: Runtime, checkpoints: CheckpointManager | None) -> HostParts:
-    """What writes this host's part of each checkpoint; all hosts get the number that host 0 draws."""
+    """Returns the writer of this host's part of each checkpoint; all hosts share a random number from host 0."""
 
     def make_room(step: int, size: int) -> None:
         if checkpoints is not None:
-            checkpoints.make_room(step, rt.num_hosts * size)  # the others' parts are about as large
+            checkpoints.make_room(step, rt.num_hosts * size)  # the other hosts' parts have about the same size
         rt.barrier()
 
     token = torch.tensor([secrets.randbits(62) if rt.rank == 0 else 0])
@@ -244,7 +244,7 @@ def _parts(config: TrainConfig, rt: Runtime, checkpoints: CheckpointManager | No
 
 
 def _finish(loop: Trainer, status: Status, reason: str) -> TrainResult:
-    """Waits until the last checkpoint is durable, and saves the adapter of a run that has ended, on rank 0 alone."""
+    """Waits until the last checkpoint is durable; on rank 0, saves the adapter unless the run was preempted."""
     config, folder, adapter, metrics = loop.config, loop.config.output_path, "", loop.results()
     checkpoint: str | None = str(config.checkpoints_place)
     if loop.parts is not None:

@@ -1,4 +1,4 @@
-"""How a run ended, for its caller and its user."""
+"""The result of a run, for its caller and its user."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from tpu_kit.training.trainer import Status
 
 @dataclass(frozen=True)
 class TrainResult:
-    """How a run ended.
+    """The result of a run.
 
     Attributes:
-        status: "finished"; "stopped" (early stopping); "preempted", also by the user: run it again to continue.
+        status: "finished"; "stopped" by early stopping; "preempted", also by the user: run it again to continue.
         reason: of the early stop or the preemption; empty otherwise.
-        step: updates done, of `total_steps`.
+        step: number of updates done, out of `total_steps`.
         metrics: see `replica.fine_tune`.
-        adapter_dir: an adapter for PEFT, or a whole model where lora.r=0; empty after a preemption, and on hosts other
-            than host 0.
-        checkpoint_dir: the newest checkpoint; None if there is none.
+        adapter_dir: folder of the adapter for PEFT, or of the model if lora.r=0; empty after a preemption, and on hosts
+            other than host 0.
+        checkpoint_dir: folder of the newest checkpoint; None if there is none.
         output_dir: the run's folder.
-        again: `TrainConfig.again`.
-        warning: why the run seems to have taught nothing, by its held-out loss; empty where it has.
-        pushed: the address of the commit on the hub; empty where nothing was pushed.
+        again: `TrainConfig.again`, how to start the run again.
+        warning: why the model seems to have learned nothing, by the held-out loss; empty otherwise.
+        pushed: URL of the commit on the hub; empty if nothing was pushed.
     """
 
     status: Status
@@ -42,7 +42,7 @@ class TrainResult:
 
     @property
     def ended(self) -> str:
-        """How it ended, for its user: `status`, but "stopped" where the user stopped it."""
+        """`status` for the user: "stopped" if the user stopped the run."""
         return "stopped" if self.reason.startswith("SIGINT") else self.status
 
     def __str__(self) -> str:
@@ -65,7 +65,7 @@ class TrainResult:
         return "\n".join(lines)
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
-        """The output of a notebook cell, from which `python -m tpu_kit notebooks` reads the status."""
+        """Returns the output of a notebook cell, from which `python -m tpu_kit notebooks` reads the status."""
         return {
             "text/plain": str(self),
             RESULT_TYPE: {"status": self.status, "ended": self.ended, "reason": self.reason, "again": self.again},

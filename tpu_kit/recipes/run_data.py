@@ -1,4 +1,4 @@
-"""Prepares the data of a run for its model, and describes its rows and batches."""
+"""Prepares a run's data for its model, and describes the rows and batches."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
     from tpu_kit.recipes.run_plan import RunPlan
 
 SHOWN_REPORT = "TPU_KIT_SHOWN_REPORT"
-"""In the environment: the data report of the plan that a notebook has shown, which a run does not print again."""
+"""Environment variable with the data report that a notebook has shown; the run does not print it again."""
 
 
 def prepare_run(config: TrainConfig, model: PreTrainedConfig | None = None) -> Prepared:
     """Prepares the data of a run for the tokenizer, the vocabulary and the positions of its model.
 
-    `model` is its configuration, if it was read before.
+    `model` is the model's configuration; None reads it.
     """
     model = model or read_config(config.model)
     start = Questions.read(find_run(config.lora.adapter).folder) if config.lora.adapter else None
-    text = model.get_text_config() if model else None  # loading a model explains why its configuration cannot be read
+    text = model.get_text_config() if model else None  # if it is None, loading the model says why
     tokenizer = None if config.data.source == SYNTHETIC else load_tokenizer(config.model)
     check_positions(config.data.max_length, getattr(text, "max_position_embeddings", None))
     check_vocabulary(len(tokenizer or ()), getattr(text, "vocab_size", None))
@@ -64,20 +64,20 @@ def prepare_run(config: TrainConfig, model: PreTrainedConfig | None = None) -> P
 
 
 def with_tokens(config: TrainConfig, prepared: Prepared) -> TrainConfig:
-    """Puts the names of the new tokens of the rows in the place of lora.tokens=added; raises ValueError without any."""
+    """Replaces lora.tokens=added by the names of the rows' new tokens; raises ValueError if there are none."""
     if not config.lora.finds_tokens:
         return config
     if not prepared.new_tokens:
         raise ValueError(
-            "lora.tokens=added: the rows have no token that was added to the tokenizer and whose embedding is as it "
-            "was made, or the weights are not safetensors files on this machine: name the tokens, or set it to null"
+            "lora.tokens=added: the rows have no added token with an untrained embedding, or the weights are not "
+            "safetensors files on this machine: name the tokens, or set it to null"
         )
     return replace(config, lora=replace(config.lora, tokens=prepared.new_tokens))
 
 
 @contextlib.contextmanager
 def for_replicas(plan: RunPlan, prepared: Prepared) -> Iterator[MappedData]:
-    """Yields the data for a launch, on a disk; a process makes the shards of a stream ahead of the training."""
+    """Yields the data for a launch, on disk; for a stream, a process prepares shards ahead of the training."""
     with contextlib.ExitStack() as stack:
         if prepared.stream is not None:
             from tpu_kit.data.stream.feeder import feeding
@@ -91,16 +91,16 @@ def for_replicas(plan: RunPlan, prepared: Prepared) -> Iterator[MappedData]:
 
 TEMPLATES = {
     "none": [
-        "chat template    none is used: the rows are plain text. The adapter is saved without one, so generate, search "
-        "and evaluate ask it as plain text"
+        "chat template    none: the rows are plain text. The adapter is saved without a template, so generate, search "
+        "and evaluate use plain text"
     ],
-    "text": ["chat template    not applied: most rows have its turns in their text already; prompts are asked by it"],
+    "text": ["chat template    not applied: most rows contain its turns already; prompts of `generate` use it"],
 }
-"""Lines of the report for each `Layout.turns_by` but "template"."""
+"""`Layout.turns_by` -> lines of the report; "template" has none."""
 
 
 def data_report(prepared: Prepared, plan: BatchPlan, total: int, config: TrainConfig) -> str:
-    """Describes the rows and the batches of a run of `total` updates."""
+    """Describes the rows and batches of a run of `total` updates, with warnings."""
     warmup, rl = config.optim.warmup_steps, config.rl
     long = f"warning          optim.warmup_steps={warmup} is more than the {total:,} updates; lower it or raise epochs"
     turns = TEMPLATES.get(prepared.encoder.layout.turns_by, []) if prepared.encoder else []

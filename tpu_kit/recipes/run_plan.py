@@ -1,9 +1,9 @@
-"""The run plan: what a run is on this machine, found once in the calling process; the replicas get it.
+"""The run plan: all facts of a run on this machine, found once in the calling process and passed to the replicas.
 
     machine -> resumed from -> model -> data -> memory and time -> batch
 
-Each step adds to the plan and needs those before it; the batch of `auto` is chosen by memory. `plan_run` makes all of
-them, and tells the problems that each one finds together (`problems`). A replica finds nothing of it again: rank 0 only
+Each step adds facts to the plan and needs the steps before it; memory decides the batch of `auto`. `plan_run` makes all
+steps, and raises the problems of a step together (`problems`). Replicas do not find these facts again: rank 0 only
 confirms the checkpoint.
 """
 
@@ -46,24 +46,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What a run is on this machine. It can be pickled and holds no tensors: weights are a place and a commit.
+    """The facts of a run on this machine. It is picklable and has no tensors: weights are a location and a commit.
 
-    A field of a step that was not made is None.
+    Fields of steps that were not made are None.
 
     Attributes:
         config: the run; complete after the last step.
         backend: the device, the replicas or the mesh, and the hosts.
-        resume_point: the checkpoint that the run continues from; None for a new run.
-        settings: the model's configuration of transformers; None where loading the model explains why it has none.
-        teacher: of distillation, with its commit; None without one.
-        record: identities of the weights, versions, and after the later steps data and batch.
-        rows: packed rows of an epoch, or prompts of a run that samples; None for a stream, which does not know them.
-        teacher_files: of `distill.files`; None without them.
+        resume_point: the checkpoint from which the run resumes; None for a new run.
+        settings: transformers' configuration of the model; None if it cannot be read (loading the model says why).
+        teacher: the teacher with its commit; None without distillation.
+        record: identities of the weights and versions; later steps add data and batch.
+        rows: packed rows of an epoch, or prompts of a run that samples; None for a stream.
+        teacher_files: the files of `distill.files`; None without them.
         outlook: memory and time of a replica.
-        batch: rows and passes of an update; None where only the TPU's runtime knows the number of replicas.
+        batch: rows and passes of an update; None if only the TPU's runtime knows the number of replicas.
         updates: number of updates.
-        rows_done: rows that the updates up to the checkpoint take.
-        report: rows and batches, as rank 0 prints them.
+        rows_done: number of rows in the updates up to the checkpoint.
+        report: description of rows and batches, which rank 0 prints.
     """
 
     config: TrainConfig
@@ -81,15 +81,15 @@ class RunPlan:
     report: str = field(default="", repr=False)
 
     def pinned(self, model: ModelConfig) -> ModelConfig:
-        """Returns the teacher with its commit, as `Objective.attach` asks for it by name alone."""
+        """Returns the plan's teacher, with its commit, for the configured teacher; other models unchanged."""
         return self.teacher if self.teacher is not None and model == self.config.teacher else model
 
     def columns(self) -> dict[str, Callable[[np.ndarray], torch.Tensor]]:
-        """The columns of files that batches have besides the data; raises ValueError if files are missing."""
+        """Returns the columns of batches that come from files, by name; raises ValueError if files are missing."""
         return read_columns(self.config, self.teacher_files) if self.teacher_files else {}
 
     def facts(self) -> dict[str, Any]:
-        """What must be equal on all hosts of the run, of values for JSON, by the names in an error."""
+        """Returns the facts that must be equal on all hosts, as JSON values by the names that an error prints."""
         config, point, names = self.config, self.resume_point, {NAME: self.config.model.name}
         names |= {TEACHER: str(config.distill.teacher), START: str(config.lora.adapter)}
         weights = {NAME: None, **self.record.identities}
@@ -127,21 +127,21 @@ class RunPlan:
         return "\n".join(lines)
 
     def _repr_mimebundle_(self, **_: Any) -> dict[str, Any]:
-        """The output of a notebook cell."""
+        """Returns the output of a notebook cell."""
         return {"text/plain": str(self)}
 
     @property
     def shown(self) -> bool:
-        """Whether a cell of the notebook that trains has shown it; then it is not printed again."""
+        """Whether a cell of the training notebook has shown the plan, so that it is not printed again."""
         return os.environ.get(SHOWN_REPORT) == self.report
 
     @property
     def left(self) -> int:
-        """Updates that are still to be made."""
+        """Number of remaining updates."""
         return max(0, (self.updates or 0) - (self.resume_point.step if self.resume_point else 0))
 
     def to_dict(self) -> dict[str, Any]:
-        """The object of `train --dry-run --json`."""
+        """Returns the object that `train --dry-run --json` prints."""
         config, point, outlook = self.config, self.resume_point, self.outlook
         one = outlook.setting if outlook else None
         time = outlook.time if outlook else None
@@ -176,14 +176,17 @@ def plan_run(
 
     Args:
         config: the run.
-        dataset: rows in memory, which become the file `data.source` unless the run is refused.
-        exact: on a TPU, ask its compiler whether the batch fits.
-        reward_funcs: of `grpo`.
-        backend: where the run trains, if it was found and checked before.
-        today: the date of a new run; by default that of this machine.
+        dataset: rows in memory, which are written to `data.source` unless the run is refused.
+        exact: whether, on a TPU, its compiler checks that the batch fits.
+        reward_funcs: the rewards of `grpo`.
+        backend: the result of `find_machine`, checked; None finds it.
+        today: the date of a new run; None: today on this machine.
+
+    Returns:
+        The plan and the prepared data.
 
     Raises:
-        ValueError: all problems that the first step with any has found.
+        ValueError: all problems of the first step that has any.
     """
     if backend is None:
         backend, wrong = find_machine(config)
@@ -204,14 +207,14 @@ def plan_run(
 
 
 def before_fetch(config: TrainConfig) -> TrainConfig:
-    """Returns a run for a plan alone: a checkpoint of `checkpoint.source`, which `train` fetches first, may lack."""
+    """Returns the configuration for a plan before `train` has fetched `checkpoint.source`: it need not resume."""
     if config.checkpoint.source is None:
         return config
     return replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
 
 
 def find_machine(config: TrainConfig, hosts: Hosts = ONE) -> tuple[Backend | None, list[ValueError]]:
-    """Finds where the run trains, without opening a device; or why this machine cannot train it."""
+    """Returns the backend on which the run trains, without opening a device, and problems (backend None: not found)."""
     try:
         backend = detection.detect(config.launch, hosts=hosts)
     except ValueError as error:
@@ -220,7 +223,7 @@ def find_machine(config: TrainConfig, hosts: Hosts = ONE) -> tuple[Backend | Non
 
 
 def resumed(plan: RunPlan, today: str) -> RunPlan:
-    """Adds the checkpoint that the run continues from, and what the run keeps of its start."""
+    """Adds the checkpoint from which the run resumes, and the settings and date that a resumed run keeps."""
     config, point = plan.config, find_resume_point(plan.config)
     if point is not None:
         return replace(plan, resume_point=point, config=point.kept(config))
@@ -229,19 +232,19 @@ def resumed(plan: RunPlan, today: str) -> RunPlan:
 
 
 def with_model(plan: RunPlan) -> tuple[RunPlan, Objective | None]:
-    """Adds the model's configuration, the commits and identities of all weights; returns the objective, too.
+    """Adds the model's configuration, and the commits and identities of all weights; also returns the objective.
 
-    The objective is None where it cannot be made, which `problems.of_model` tells.
+    The objective is None if it cannot be made; `problems.of_model` reports why.
     """
     config, began = plan.config, plan.resume_point.identities if plan.resume_point else {}
     model, identity = pin(config.model, began.get(NAME))
     config = replace(config, model=model)
     identities = {NAME: identity}
     if (teacher := config.teacher) is not None:
-        with contextlib.suppress(ValueError):  # the objective's own check says what is wrong with its teacher
+        with contextlib.suppress(ValueError):  # the objective's check reports problems of its teacher
             teacher, identities[TEACHER] = pin(teacher, began.get(TEACHER))
     if config.lora.adapter:
-        with contextlib.suppress(ValueError):  # `problems.of_model` says why there is no adapter
+        with contextlib.suppress(ValueError):  # `problems.of_model` reports why there is no adapter
             identities[START] = identify_adapter(str(adapter_of(config.lora.adapter)))
     record = Record({name: found for name, found in identities.items() if found}, {})
     plan = replace(plan, config=config, settings=read_config(model), teacher=teacher, record=record)
@@ -252,7 +255,7 @@ def with_model(plan: RunPlan) -> tuple[RunPlan, Objective | None]:
 
 
 def with_data(plan: RunPlan, prepared: Prepared) -> RunPlan:
-    """Adds the hashes of the data, its number of rows, and the place of the teacher's logits."""
+    """Adds the hashes of the data, the number of rows, and the location of the teacher's logits."""
     config, tasks = with_tokens(plan.config, prepared), prepared.tasks
     if prepared.images_per_row:
         config = replace(config, data=replace(config.data, images_per_row=prepared.images_per_row))
@@ -265,7 +268,7 @@ def with_data(plan: RunPlan, prepared: Prepared) -> RunPlan:
 
 
 def with_memory(plan: RunPlan, exact: bool = False) -> RunPlan:
-    """Chooses what `auto` leaves open, and predicts memory and time.
+    """Chooses values for "auto", and predicts memory and time.
 
     Raises:
         ValueError: as `check_before_launch`.
@@ -281,7 +284,7 @@ def with_memory(plan: RunPlan, exact: bool = False) -> RunPlan:
 
 
 def batch_shards(plan: RunPlan) -> int | None:
-    """Into how many parts the rows of a batch are divided; None where only the TPU's runtime knows."""
+    """Returns the number of shards of a batch; None if only the TPU's runtime knows it."""
     backend, room = plan.backend, plan.outlook.room if plan.outlook else None
     if backend.mesh is not None:
         return backend.mesh.batch_shards
@@ -308,24 +311,24 @@ def with_batch(plan: RunPlan, prepared: Prepared, shards: int) -> RunPlan:
 
 
 def prepare_columns(plan: RunPlan, prepared: Prepared) -> None:
-    """Computes the files of `RunPlan.columns` that are missing, in a launch of its own; see `prepare_files`."""
+    """Computes the missing files of `RunPlan.columns` in a separate launch; see `prepare_files`."""
     if plan.teacher_files is not None and plan.teacher is not None:
         prepare_files(plan.config, prepared, plan.teacher_files, plan.teacher)
 
 
 def objective_name(config: TrainConfig) -> str:
-    """The objective, for the user."""
+    """Returns the name of the objective for the user."""
     return config.optim.objective if config.distill.teacher is None else "distillation"
 
 
 def versions_digest(shards: Mapping[str, str]) -> dict[str, Any]:
-    """The number of files of a stream, and a short hash of their names, order and versions."""
+    """Returns the number of a stream's files, and a short hash of their names, order and versions."""
     digest = hashlib.blake2b(repr([*shards.items()]).encode(), digest_size=8)
     return {"count": len(shards), "hash": digest.hexdigest()}
 
 
 def digest_of(point: ResumePoint) -> str:
-    """A short hash of the files of a checkpoint."""
+    """Returns a short hash of a checkpoint's files."""
     return hashlib.blake2b(repr(sorted(point.checkpoint.files.items())).encode(), digest_size=8).hexdigest()
 
 
@@ -340,6 +343,6 @@ def _rows_saved(dataset: Dataset | DatasetDict | None, source: str) -> Iterator[
     except BaseException:
         if fresh:
             shutil.rmtree(source, ignore_errors=True)
-            with contextlib.suppress(OSError):  # other rows are there
+            with contextlib.suppress(OSError):  # the folder has other rows
                 Path(source).parent.rmdir()
         raise

@@ -1,7 +1,7 @@
-"""Supervised fine-tuning, the same on all backends.
+"""Supervised fine-tuning on all backends.
 
 `train` runs in the calling process: it plans the run, launches `fine_tune` in every replica, which loads the model and
-trains it, and concludes.
+trains it, and evaluates and uploads the result.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from tpu_kit.training.resume import versions
 
 
 def configured(config: TrainConfig) -> TrainConfig:
-    """Returns the run as `train` trains it."""
+    """Returns the configuration that `train` trains."""
     return config
 
 
 def dry_run(config: TrainConfig, *, exact: bool = False) -> RunPlan:
-    """Plans a run as `train` does, and launches nothing; on several hosts it is the plan of this one.
+    """Plans a run like `train`, and launches nothing; on several hosts, it plans for this host.
 
-    Checkpoints of a notebook's input are copied to the working folder as `train` does it.
+    Checkpoints in a notebook's input are copied to the working folder, like in `train`.
 
     Raises:
         ValueError: the configuration, the data or the machine do not allow the run.
@@ -68,26 +68,26 @@ def train(
 ) -> TrainResult:
     """Fine-tunes a model on all devices, and returns when the result is on disk.
 
-    On several hosts each calls this function; host 0 answers held-out rows, saves and uploads the result.
+    On several hosts, call it on every host; host 0 answers held-out rows, and saves and uploads the result.
 
     Args:
         config: the run.
         dataset: rows in memory instead of `data.source`, copied to `<output_dir>/data`; `data.split` and
             `data.eval_split` select from a DatasetDict.
-        exact: on a TPU, ask its compiler before the launch whether the batch fits; takes a minute or more.
-        reward_funcs: of `grpo`.
+        exact: whether, on a TPU, its compiler checks before the launch that the batch fits; takes a minute or more.
+        reward_funcs: the rewards of `grpo`.
 
     Raises:
         OutOfMemory: a device or the host had too little memory; the text names the next setting that fits.
         ValueError: the configuration, the data or the machine do not allow the run.
         LaunchError: a replica failed.
-        HostError: another host failed, hangs, is lost, or has not come.
+        HostError: another host failed, hangs, is lost, or did not join.
     """
     hosts = find_hosts()
     several, launched = hosts.count > 1, config.launch
     backend, wrong = find_machine(config, hosts)
     if several:
-        problems.tell(wrong)  # before it waits for the others
+        problems.tell(wrong)  # before it waits for the other hosts
     meets = Meeting(hosts, launched.meeting_timeout, launched.hang_timeout)
     with safe_output(), meets as meeting, contextlib.ExitStack() as stack:
         if several:
@@ -120,11 +120,11 @@ def train(
 
 
 def _launch(plan: RunPlan, prepared: Prepared, reward_funcs: Sequence[Any] | None, meeting: Meeting) -> TrainResult:
-    """Tells the plan, and trains in the replicas; raises Outdated if they find another checkpoint than was planned."""
+    """Prints the plan and trains in the replicas; raises Outdated if they find another checkpoint than planned."""
     config, outlook = plan.config, plan.outlook
     assert outlook is not None
     if not plan.shown:
-        if mixed := "".join(f"{line}\n" for line in prepared.report.mixed):  # of the report, which the replica prints
+        if mixed := "".join(f"{line}\n" for line in prepared.report.mixed):  # also in the report
             print(mixed, end="")
             plan = replace(plan, report=plan.report.removeprefix(mixed))
         print(outlook, flush=True)
@@ -146,9 +146,9 @@ def _launch(plan: RunPlan, prepared: Prepared, reward_funcs: Sequence[Any] | Non
 
 
 def _conclude(config: TrainConfig, result: TrainResult, prepared: Prepared) -> TrainResult:
-    """Uploads what a run has written, answers held-out rows, and logs, uploads and only then prints the comparison."""
+    """Uploads the results, answers held-out rows, and logs, uploads and finally prints the comparison."""
     if config.remote:
-        upload_results(config, result.adapter_dir)  # before the answers, which may take long
+        upload_results(config, result.adapter_dir)  # before the answers, which may be slow
     result, compared = _answer_held_out(config, result, prepared)
     if result.status != "preempted":
         log_result(config, result.step, result.metrics, compared, result.adapter_dir)
@@ -166,7 +166,7 @@ def _conclude(config: TrainConfig, result: TrainResult, prepared: Prepared) -> T
 def _answer_held_out(
     config: TrainConfig, result: TrainResult, prepared: Prepared
 ) -> tuple[TrainResult, Comparison | None]:
-    """Compares the answers of both models, where the run asks for it; returns the result with their metrics."""
+    """Compares the answers of base and tuned model, if the run asks for it; returns the result with metrics."""
     if not config.tracking.generate_rows or result.status == "preempted":
         return result, None
     try:

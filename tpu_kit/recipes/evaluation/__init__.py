@@ -1,4 +1,4 @@
-"""The command `evaluate`, and the servers whose answers it judges in place of a model's.
+"""The command `evaluate`, which judges the answers of a model or of a server.
 
 Offers `command.evaluate` and `server_answers.evaluate_server`.
 Must not know how a model answers.

@@ -11,9 +11,9 @@ from tpu_kit.generation.requests import JudgedModel
 
 
 @command(
-    "The held-out rows are those of the adapter's run, or else those of `train`, without questions that the training\n"
-    "data have too. generate_rows=200 limits the rows, generate_tokens the length of an answer; verifier judges it.\n"
-    "With an adapter the result is written as eval.json into the run's folder. With server=http://... a server\n"
+    "It uses the held-out rows of the adapter's run, or else of `train`, without questions that also occur in the\n"
+    "training data. generate_rows=200 limits the rows, generate_tokens the answers; verifier names the judge.\n"
+    "With an adapter, the result is written to eval.json in the run's folder. With server=http://..., a server\n"
     "answers the same rows, and nothing is written.\n\n"
     "Exit codes: 0 done, 1 error, 2 bad arguments.",
     CONFIG | JSON,

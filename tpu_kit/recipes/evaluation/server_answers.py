@@ -1,4 +1,4 @@
-"""Asks a server with OpenAI's interface, such as vLLM's, for answers to held-out rows, and judges them."""
+"""Asks a server with an OpenAI-compatible interface, such as vLLM, for answers to held-out rows, and judges them."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from tpu_kit.generation.evaluation.verifiers import verifier_named
 from tpu_kit.generation.prompts import opened
 
 KEY = "OPENAI_API_KEY"
-"""The environment variable with the server's key, if it wants one."""
-_AT_ONCE = 16  # requests, which the server batches
-_SECONDS = 600.0  # for one answer, with the others that the server has
-_TRIES = 3  # of a request that finds the server busy or the connection cut
+"""The environment variable with the server's API key, if it needs a key."""
+_AT_ONCE = 16  # concurrent requests, which the server batches
+_SECONDS = 600.0  # timeout of an answer, while the server works on others
+_TRIES = 3  # of a request, if the server is busy or the connection breaks
 
 
 class Server(NamedTuple):
-    """A server, and the model that is asked.
+    """A server and a model that it serves.
 
     Attributes:
         address: such as http://localhost:8000, with or without /v1.
-        model: its name there.
+        model: the model's name on the server.
     """
 
     address: str
@@ -40,21 +40,21 @@ class Server(NamedTuple):
 
     @property
     def root(self) -> str:
-        """The address of its interface."""
+        """The base URL of its interface, ending in /v1."""
         return self.address.rstrip("/").removesuffix("/v1") + "/v1"
 
 
 def evaluate_server(config: TrainConfig, prepared: Prepared, server: Server, plain: bool = False) -> Evaluation:
-    """Lets a server answer the held-out rows greedily and judges the answers; there is no perplexity.
+    """Judges a server's greedy answers to the held-out rows; the result has no perplexity.
 
-    Chats are asked through the server's own chat template; the token ids of plain text are continued.
+    Chats use the server's chat template. Plain text is sent as token ids, which the server continues.
 
     Args:
-        config: the run; `tracking.generate_rows` limits the rows, `tracking.generate_tokens` an answer, and
-            `tracking.verifier` judges it.
+        config: the run; `tracking.generate_rows` limits the rows, `tracking.generate_tokens` the length of an answer,
+            and `tracking.verifier` names the judge.
         prepared: the data.
-        server: which is asked.
-        plain: whether chats are asked as plain text, too.
+        server: the server and the name of its model.
+        plain: whether chats are also sent as plain text.
 
     Raises:
         ValueError: there are no held-out rows; the server cannot be reached, has no such model, or refuses a row.
@@ -64,7 +64,7 @@ def evaluate_server(config: TrainConfig, prepared: Prepared, server: Server, pla
             "there are no rows to evaluate on; hold out rows with data.eval_rows, or give data.eval_source"
         )
     if config.model.images:
-        raise ValueError(f"server={server.address}: rows with pictures are not sent; evaluate the model itself")
+        raise ValueError(f"server={server.address}: rows with pictures are not supported; evaluate the model itself")
     rule, count = verifier_named(config.tracking.verifier), config.tracking.generate_rows or None
     _check_model(server)
     rows, replies = range(len(prepared.eval_rows[:count])), list[Reply]()
@@ -84,7 +84,7 @@ def _check_model(server: Server) -> None:
     names = [str(model.get("id")) for model in listed.get("data") or [] if isinstance(model, Mapping)]
     if server.model not in names:
         raise ValueError(
-            f"server={server.address} has {', '.join(names) or 'no model'}, and not {server.model}: give "
+            f"server={server.address} serves {', '.join(names) or 'no model'}, not {server.model}: give "
             "served_model=NAME, or start it with the command that `export` prints"
         )
 
@@ -108,8 +108,8 @@ def _answer(server: Server, config: TrainConfig, prepared: Prepared, row: int, p
 
 
 def _chat(chat: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a row's chat, which has the system prompt, as a request has it."""
-    begun = {"add_generation_prompt": False, "continue_final_message": True}  # of vLLM: its words are continued
+    """Returns the request's fields for a chat, which has the system prompt."""
+    begun = {"add_generation_prompt": False, "continue_final_message": True}  # vLLM continues the message with these
     more = begun if chat["messages"][-1].get("role") == "assistant" else {}
     return {name: value for name, value in chat.items() if value} | more
 
@@ -123,7 +123,7 @@ def _choice(server: Server, made: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _text(message: Mapping[str, Any], data: DataConfig, prompt: str) -> str:
-    """Joins the reasoning, which a server may give by itself, and the answer."""
+    """Joins the reasoning, which a server may return separately, and the answer."""
     content = str(message.get("content") or "")
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     if not reasoning:
@@ -133,10 +133,10 @@ def _text(message: Mapping[str, Any], data: DataConfig, prompt: str) -> str:
 
 
 def _request(server: Server, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Returns the JSON object that the server answers.
+    """Returns the JSON object of the server's response.
 
     Raises:
-        ValueError: it cannot be reached, refuses the request, or answers something else.
+        ValueError: the server cannot be reached, refuses the request, or returns no JSON object.
     """
     headers = {"Content-Type": "application/json"}
     if key := os.environ.get(KEY):
@@ -152,7 +152,7 @@ def _request(server: Server, path: str, body: Mapping[str, Any] | None = None) -
             if error.code >= 500 and left:
                 continue
             if error.code == 401:
-                raise ValueError(f"server={server.address} wants a key: set {KEY} in the environment") from None
+                raise ValueError(f"server={server.address} needs a key: set {KEY} in the environment") from None
             said = _brief(error.read().decode(errors="replace"))
             raise ValueError(f"server={server.address} refuses {path} (status {error.code}): {said}") from None
         except OSError as error:
@@ -167,7 +167,7 @@ def _request(server: Server, path: str, body: Mapping[str, Any] | None = None) -
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise ValueError(f"server={server.address} has no interface like OpenAI's: {path} says {_brief(text)!r}")
+        raise ValueError(f"server={server.address} is not OpenAI-compatible: {path} returned {_brief(text)!r}")
     return found
 
 
