@@ -259,7 +259,7 @@ def test_every_problem_of_a_commands_own_options_is_told_at_once(capsys: pytest.
     ("end", "status", "text"),
     [
         (SystemExit(143), 143, "ended by SIGTERM"),
-        (SystemExit(0), 1, "sys.exit(0) of its code"),
+        (SystemExit(0), 1, "sys.exit(0) in the code"),
         (KeyboardInterrupt(), 130, "interrupted"),
     ],
 )

@@ -3,8 +3,8 @@
     from tpu_kit import load_config, train
     result = train(load_config("embedded-cot", ["max_steps=20"]))
 
-The public names are imported on first use, so importing the package loads neither torch nor a device. Everything else
-is imported from its module, as in `from tpu_kit.data.prepare import prepare`.
+The public names are imported on first use, so importing the package loads neither torch nor a device. Import all other
+names from their modules, as in `from tpu_kit.data.prepare import prepare`.
 """
 
 import os
@@ -30,17 +30,17 @@ from tpu_kit.machine.surroundings import ensure_home, prefer_packages
 
 __version__ = "0.1.0"
 
-# Before other libraries read them.
+# Set before other libraries read them.
 ensure_home()
 prefer_packages()
 
-# accelerate and transformers import torch_xla where it is installed, which sets PJRT_DEVICE as if the user had chosen a
+# If torch_xla is installed, accelerate and transformers import it, and it sets PJRT_DEVICE as if the user had chosen a
 # device. Replicas on XLA start with "1".
 os.environ.setdefault("USE_TORCH_XLA", "0")
-# Only replicas touch the TPU, which torch-tpu, where it is installed, opens when torch is imported.
+# Only replicas may open the TPU. If torch-tpu is installed, importing torch would open it.
 os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
-# torch's threads otherwise spin while they wait for each other. Where other processes want the cores, a step of the
-# embedded model on two threads then took 8 to 16 s in place of 0.6 s.
+# Otherwise torch's threads spin while they wait for each other. If other processes used the cores, a step of the
+# embedded model on two threads then took 8 to 16 s instead of 0.6 s.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 __all__ = ["__version__", *registry.installed(registry.NAMES)]

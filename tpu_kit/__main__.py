@@ -10,12 +10,12 @@ from tpu_kit.distributed.replica.runtime import GC_THRESHOLD
 
 
 def run() -> NoReturn:
-    """Runs the command of the process's arguments, and ends the process with its exit code."""
+    """Runs the command in `sys.argv`, and ends the process with its exit code."""
     gc.set_threshold(GC_THRESHOLD)
     streams: list[Any] = [SafeStream(stream) for stream in (sys.stdout, sys.stderr)]
-    sys.stdout, sys.stderr = streams  # to the end: Python prints the traceback of an error that no command knows
+    sys.stdout, sys.stderr = streams  # until the end: Python prints tracebacks of unhandled errors
     status = main()
-    gc.freeze()  # or they would be looked through once more at the end
+    gc.freeze()  # skips a garbage collection at exit
     sys.exit(status)
 
 

@@ -1,7 +1,7 @@
 """The command line: `python -m tpu_kit COMMAND [files] [--flags] [key=value ...]`.
 
-The commands are those of `config.registry`. argparse reads files and flags. A `key=value` sets a field of the command's
-own dataclasses, or else a parameter of the run's configuration.
+`config.registry` lists the commands. argparse reads files and flags. A `key=value` sets a field of the command's own
+dataclasses, or else a parameter of the run's configuration.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tpu_kit.machine.storage.run_config import AUTO, read_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one command; returns the exit code."""
+    """Runs the command in `arguments` (None: `sys.argv`) and returns its exit code."""
     with safe_output():
         return _main(arguments)
 
@@ -48,7 +48,7 @@ def _main(arguments: Sequence[str] | None) -> int:
         from tpu_kit.distributed.preemption import STOPS, stop_name
 
         killed = stop_name(end)
-        print(f"ended by {killed}" if killed else f"ended by sys.exit({end.code!r}) of its code", file=sys.stderr)
+        print(f"ended by {killed}" if killed else f"ended by sys.exit({end.code!r}) in the code", file=sys.stderr)
         return next((128 + number for number in STOPS if number.name == killed), FAILED)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -60,10 +60,10 @@ def _main(arguments: Sequence[str] | None) -> int:
         from tpu_kit.distributed.launch import LaunchError
         from tpu_kit.distributed.meeting import HostError
 
-        ours = isinstance(error, OSError) and error.args[1:] != (os.strerror(error.errno or 0),)  # with a remedy
+        ours = isinstance(error, OSError) and error.args[1:] != (os.strerror(error.errno or 0),)  # with advice
         if args is None or not (ours or isinstance(error, ValueError | LaunchError | HostError)):
             raise
-        print(error, file=sys.stderr)  # the text has the traceback of a failed replica
+        print(error, file=sys.stderr)  # the message has the traceback of a failed replica
         return PREEMPTED if isinstance(error, HostError) and error.again else FAILED
 
 
@@ -71,10 +71,10 @@ def _main(arguments: Sequence[str] | None) -> int:
 
 
 class Parser(argparse.ArgumentParser):
-    """Raises ConfigError where argparse would end the process."""
+    """Raises ConfigError instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
-        """Raises ConfigError with the correct form."""
+        """Raises ConfigError with the message and the usage."""
         raise ConfigError([f"{message}; write {' '.join(self.format_usage().split()[1:])}"])
 
 
@@ -86,7 +86,7 @@ _PARSER = Parser(prog="python -m tpu_kit", **_OPTIONS)
 _PARSER.add_argument("--version", action="version", version=f"tpu_kit {tpu_kit.__version__}")
 _PARSERS = _PARSER.add_subparsers(title="commands", metavar="COMMAND", required=True)
 COMMANDS: Mapping[str, Parser] = _PARSERS.choices
-"""The parser of each command that is in this installation."""
+"""Command -> its parser, for the commands in this installation."""
 
 
 def _add_parser(name: str, command: Command) -> None:
@@ -94,10 +94,10 @@ def _add_parser(name: str, command: Command) -> None:
     if texts := [str(parameter) for kind in command.own for parameter in knobs_of(kind).values()]:
         parts.append("\n".join(["Its own key=value:", *texts]))
     if name == "train":
-        note = "(without their section where no other has the name, as in batch_size=2)"
+        note = "(the section may be omitted if the name is unique, as in batch_size=2)"
         parts.append(f"Parameters {note}:\n{explain()}")
     elif command.others:
-        parts.append("The other parameters are those of `train`; its --help lists them.")
+        parts.append("It also takes the parameters of `train`; its --help lists them.")
     about, epilog = command.summary, "\n\n".join(parts)
     parser = _PARSERS.add_parser(name, help=about, description=about, epilog=epilog, **_OPTIONS)
     for argument, options in command.arguments.items():
@@ -115,8 +115,8 @@ def parse(texts: Sequence[str]) -> argparse.Namespace:
     """Reads a command and its arguments.
 
     Returns:
-        The files and flags; `function`, of the command; `config`, if the command takes a configuration, and the
-        `adapter` that answers; `options`, an instance of each of its dataclasses; `settings`, the other `key=value`.
+        A namespace with the files and flags; `function`, which runs the command; `options`, instances of the command's
+        dataclasses; `settings`, the other `key=value`; and, if the command takes one, `config` and its `adapter`.
 
     Raises:
         ConfigError: flags or values are wrong, a file is missing, or there are too many files.
@@ -139,7 +139,7 @@ def parse(texts: Sequence[str]) -> argparse.Namespace:
         raise ConfigError(told)
     if more and "config" in args:
         files = ", ".join([args.config, *more])
-        raise ConfigError([f"{files}: one configuration file at most; the others are key=value"])
+        raise ConfigError([f"{files}: one configuration file at most; write parameters as key=value"])
     if more:
         parser.error(f"{', '.join(more)}: not expected")
     args.options, args.settings = _read_own(kinds, pairs, problems)
@@ -156,19 +156,19 @@ def parse(texts: Sequence[str]) -> argparse.Namespace:
             args.config, args.adapter = read_command(args.config, args.settings, named, answers=answers, command=name)
         except ConfigError:
             raise
-        except ValueError as error:  # a run or an adapter that is not there
+        except ValueError as error:  # the run or the adapter does not exist
             raise ConfigError([str(error)]) from error
     return args
 
 
 def _is_pair(text: str) -> bool:
-    """Returns whether a text is `key=value`, and no flag or path such as runs/learning_rate=0.1."""
+    """Returns whether a text is `key=value`, not a flag or a path such as runs/learning_rate=0.1."""
     key, equals, _ = text.partition("=")
     return bool(equals) and "/" not in key and not key.startswith("-")
 
 
 def _read_own(kinds: Sequence[type], pairs: Sequence[str], problems: list[str]) -> tuple[list[Any], list[str]]:
-    """Returns an instance of each dataclass, and the pairs that set none of their fields; adds to `problems`."""
+    """Returns instances of the dataclasses, and the pairs that set none of their fields; adds to `problems`."""
     made, names = [], set[str]()
     for kind in kinds:
         fields, values = knobs_of(kind), dict[str, Any]()
@@ -176,7 +176,7 @@ def _read_own(kinds: Sequence[type], pairs: Sequence[str], problems: list[str]) 
         for name, _, text in (pair.partition("=") for pair in pairs if pair.partition("=")[0] in fields):
             field = fields[name]
             try:
-                if get_origin(field.hint) is tuple:  # an item for each time that it is set
+                if get_origin(field.hint) is tuple:  # each occurrence adds an item
                     values[name] = field.read((*values.get(name, ()), text))
                 elif field.is_text(text):
                     values[name] = field.read(None if text in ("null", "None") else text)

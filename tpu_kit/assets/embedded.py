@@ -1,11 +1,11 @@
-"""The embedded default: a tiny pre-trained model and chain-of-thought word problems for it, with no download.
+"""The embedded default: a tiny pre-trained model and chain-of-thought word problems, without a download.
 
 `model.name=embedded data.source=embedded` runs the whole pipeline on any machine. `tests/support/make_embedded.py`
-trained the model: it knows number facts, the vocabulary and one-step sums, and answers longer problems at once, mostly
-wrongly. Fine-tuning on `cot_rows` teaches it to write the steps down first.
+trained the model. It knows number facts, the vocabulary and one-step sums; it answers longer problems directly and
+mostly wrongly. Fine-tuning on `cot_rows` teaches it to write down the steps first.
 
-Code generates the problems from a seed. A hash of its text gives the split of a question, so no question of the
-held-out split is in the training split, whatever the seeds and the numbers of rows.
+Code generates the problems from a seed. A hash of a question's text selects its split, so held-out questions are never
+in the training split, for any seeds and numbers of rows.
 """
 
 import hashlib
@@ -25,7 +25,7 @@ FILES = (
     "tokenizer_config.json",
     "chat_template.jinja",
 )
-LIMIT = 60  # the largest number in a problem and its steps: the tiny model knows number facts up to it
+LIMIT = 60  # largest number in a problem and its steps; the model knows number facts up to it
 NAMES = (
     "Tom", "Mia", "Ben", "Ana", "Leo", "Eva", "Sam", "Zoe", "Max", "Ida", "Kim", "Roy",
     "Amy", "Dan", "Lea", "Ian", "Joy", "Ned", "Uma", "Ray",
@@ -42,16 +42,16 @@ DAYS = ("Monday", "Tuesday", "Wednesday", "Thursday", "Friday")
 ACTIVITIES = (("reads", "pages"), ("runs", "laps"), ("paints", "tiles"), ("writes", "lines"), ("bakes", "cakes"))
 TIMES = {2: "twice", 3: "three times"}
 
-_HELD_OUT_SHARE = 5  # one question in five is held out
-_MAX_ATTEMPTS = 200  # draws per row before giving up on finding a question that is new
+_HELD_OUT_SHARE = 5  # a fifth of the questions are held out
+_MAX_ATTEMPTS = 200  # draws per row until no new question is found
 
 
 class _OutOfRange(Exception):
-    """The steps of a draw leave 1..LIMIT; the caller draws again."""
+    """A number in a draw is not in 1..LIMIT; the caller draws again."""
 
 
 def _step(a: int, sign: str, b: int) -> tuple[str, int]:
-    """Returns one written step and its result, such as `("12 + 7 = 19", 19)`.
+    """Returns the text of a step and its result, such as `("12 + 7 = 19", 19)`.
 
     Raises:
         _OutOfRange: the result is not a whole number of 1..LIMIT.
@@ -71,7 +71,7 @@ Problem = tuple[str, list[str], int]
 
 
 def _ledger(rng: random.Random) -> Problem:
-    """A problem of two or three gains and losses."""
+    """Draws a problem with two or three gains and losses."""
     name, item = rng.choice(NAMES), rng.choice(ITEMS)
     start = total = rng.randint(3, 30)
     events, lines = [], []
@@ -86,7 +86,7 @@ def _ledger(rng: random.Random) -> Problem:
 
 
 def _groups(rng: random.Random) -> Problem:
-    """A problem of equal groups, perhaps a gain, and a loss."""
+    """Draws a problem with equal groups, in half of the draws a gain, and a loss."""
     name, item, holder = rng.choice(NAMES), rng.choice(ITEMS), rng.choice(HOLDERS)
     groups, each, more, lost = rng.randint(2, 9), rng.randint(2, 9), rng.randint(2, 20), rng.randint(2, 20)
     verb = rng.choice(LOSSES)
@@ -103,7 +103,7 @@ def _groups(rng: random.Random) -> Problem:
 
 
 def _add_up(amounts: list[int], lines: list[str]) -> int:
-    """Adds the steps of a sum to `lines`; returns the sum."""
+    """Returns the sum of `amounts`, and appends its steps to `lines`."""
     total = amounts[0]
     for amount in amounts[1:]:
         written, total = _step(total, "+", amount)
@@ -112,7 +112,7 @@ def _add_up(amounts: list[int], lines: list[str]) -> int:
 
 
 def _compare(rng: random.Random) -> Problem:
-    """A problem of two or three compared amounts and their sum."""
+    """Draws a problem that compares and sums two or three amounts."""
     people, item = rng.sample(NAMES, rng.choice((2, 3, 3))), rng.choice(ITEMS)
     amounts = [rng.randint(2, 20)]
     text, lines = [f"{people[0]} has {amounts[0]} {item}."], []
@@ -134,7 +134,7 @@ def _compare(rng: random.Random) -> Problem:
 
 
 def _money(rng: random.Random) -> Problem:
-    """A problem of a purchase and its change."""
+    """Draws a problem about a purchase and its change."""
     name, many, single = rng.choice(NAMES), rng.choice(ITEMS), rng.choice(SINGLES)
     count, price, other = rng.randint(2, 9), rng.randint(2, 9), rng.randint(2, 20)
     product, cost = _step(count, "*", price)
@@ -154,7 +154,7 @@ def _money(rng: random.Random) -> Problem:
 
 
 def _share(rng: random.Random) -> Problem:
-    """A problem of two amounts that are shared equally."""
+    """Draws a problem about two amounts that are shared equally."""
     (first, second), item, holder = rng.sample(NAMES, 2), rng.choice(ITEMS), rng.choice(HOLDERS)
     holders, each = rng.randint(2, 9), rng.randint(2, 15)
     a = rng.randint(2, max(2, holders * each - 2))
@@ -171,7 +171,7 @@ def _share(rng: random.Random) -> Problem:
 
 
 def _days(rng: random.Random) -> Problem:
-    """A problem of amounts on two or three days, each compared with the day before, and their sum."""
+    """Draws a problem that sums amounts on two or three days, compared with the day before."""
     name, (verb, item), start = rng.choice(NAMES), rng.choice(ACTIVITIES), rng.randint(0, 2)
     days = DAYS[start : start + rng.choice((2, 3, 3))]
     amounts = [rng.randint(2, 20)]
@@ -204,21 +204,21 @@ def split_of(question: str) -> str:
 
 
 def cot_rows(split: str, n: int, seed: int = 0) -> list[dict[str, str]]:
-    """Generates `n` word problems of two to four steps with rationale and answer.
+    """Generates `n` word problems of two to four steps, with rationale and answer.
 
-    The same arguments give the same rows on every machine. No question occurs twice in one call, or in both splits. The
-    families of problems take turns.
+    The same arguments give the same rows on every machine. No question occurs twice in a call, or in both splits. The
+    rows alternate between the families of problems.
 
     Args:
-        split: "train" or "eval" (held out, also from the pre-training corpus).
+        split: "train" or "eval", which is also held out from the pre-training corpus.
         n: number of rows.
-        seed: another seed gives other rows of the same split.
+        seed: seed of the rows; other seeds give other rows of the split.
 
     Returns:
-        Rows `dict(question, reasoning, answer)`; `reasoning` has one step per line, `answer` is an integer of 1..60.
+        Rows `dict(question, reasoning, answer)`; `reasoning` has a step per line, `answer` is an integer in 1..60.
 
     Raises:
-        ValueError: an unknown split, a negative `n`, or more rows than there are problems.
+        ValueError: `split` is unknown, `n` is negative, or there are fewer problems than `n`.
     """
     if split not in ("train", "eval"):
         raise ValueError(f'split must be "train" or "eval", got {split!r}')
@@ -251,7 +251,7 @@ _SIGNS: dict[str, Callable[[int, int], float]] = {
 
 
 def preference_rows(split: str, n: int, seed: int = 0) -> list[dict[str, str]]:
-    """Generates the problems of `cot_rows` with a right and a wrong solution: a step is wrong, and all after it follow.
+    """Generates the problems of `cot_rows` with a right solution and a wrong one, in which a step has a wrong result.
 
     Returns:
         Rows `dict(question, chosen, rejected)`.
@@ -270,7 +270,7 @@ def preference_rows(split: str, n: int, seed: int = 0) -> list[dict[str, str]]:
 
 
 def _with_error(reasoning: str, rng: random.Random) -> tuple[str, str] | None:
-    """Returns steps with one wrong result, and the answer that follows; None if they leave the numbers 1..LIMIT."""
+    """Returns steps with a wrong result, and the answer that follows; None if a number is not in 1..LIMIT."""
     lines = reasoning.split("\n")
     changed, wrong = dict[str, str](), rng.randrange(len(lines))
     for number in range(wrong, len(lines)):
@@ -291,7 +291,7 @@ def model_dir() -> Path:
     """Returns the folder of the embedded model: weights, config, tokenizer and chat template.
 
     Raises:
-        ValueError: a file is missing, because the package was installed without its data.
+        ValueError: a file is missing because the package was installed without its data.
     """
     missing = [name for name in FILES if not (ASSETS / name).is_file()]
     if missing:

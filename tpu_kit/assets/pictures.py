@@ -1,8 +1,8 @@
-"""The embedded task for models that see: coloured shapes to name and to count, and a tiny model, made in seconds.
+"""The embedded task for vision models: coloured shapes to name and to count, and a tiny model, made in seconds.
 
 `model.name=embedded-images data.source=embedded-images` trains on pictures without a download. Code draws the pictures
-and makes the model from a seed: a Gemma 4 unified model of 0.4 million random weights, in whose adapters all that it
-learns is. The rows of the two splits have no picture in common.
+and makes the model from a seed: a Gemma 4 unified model with 0.4 million random weights, so that it learns only in its
+adapters. The two splits have no picture in common.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 
 NAME = "embedded-images"
 ROWS = {"train": 1200, "eval": 200}
-"""Rows of each split."""
+"""Split -> number of rows."""
 COLOURS = {"red": (220, 40, 40), "green": (40, 200, 60), "blue": (50, 70, 220), "yellow": (220, 210, 50)}
 SHAPES = ("circle", "square")
 MOST = 3
-"""Shapes of a picture at most."""
+"""Largest number of shapes in a picture."""
 KINDS = ("colour", "shape", "count")
 
 _SPECIAL = ("<pad>", "<eos>", "<bos>", "<|image|>", "<|image>", "<image|>", "<|turn>", "<turn|>")
@@ -32,17 +32,17 @@ _TEMPLATE = (
     "{{ '<|image|>' if p['type'] == 'image' else p['text'] }}{% endfor %}{% endif %}{{ '<turn|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|turn>assistant\n' }}{% endif %}"
 )
-_TOKENS = 70  # of a picture at most, the least that Gemma 4 takes
+_TOKENS = 70  # most tokens of a picture; Gemma 4 allows no smaller limit
 
 
 class Task(NamedTuple):
     """A picture with a question about it.
 
     Attributes:
-        image: of PIL, RGB.
-        question: about it.
+        image: an RGB image of PIL.
+        question: a question about it.
         answer: a word.
-        kind: of `KINDS`.
+        kind: an item of `KINDS`.
     """
 
     image: Image
@@ -52,7 +52,7 @@ class Task(NamedTuple):
 
 
 def task(number: int, split: str = "train", seed: int = 0) -> Task:
-    """Draws a picture and asks about it; the same for the same arguments."""
+    """Draws a picture with a question; the same arguments give the same task."""
     draw = random.Random(f"{split} {seed} {number}")
     kind = draw.choice(KINDS)
     count = draw.randint(1, MOST) if kind == "count" else 1
@@ -66,7 +66,7 @@ def task(number: int, split: str = "train", seed: int = 0) -> Task:
 
 
 def _picture(draw: random.Random, shape: str, colour: str, count: int) -> Image:
-    """Draws shapes of one colour side by side on grey noise, in a picture of any size and aspect."""
+    """Draws `count` shapes of a colour side by side on grey noise, in a picture of random size and aspect."""
     import numpy as np
     from PIL import Image, ImageDraw
 
@@ -84,7 +84,7 @@ def _picture(draw: random.Random, shape: str, colour: str, count: int) -> Image:
 
 
 def rows(split: str, count: int, seed: int) -> list[dict[str, Any]]:
-    """Returns rows with the bytes of a PNG, a question, an answer and its kind."""
+    """Returns `count` rows with the bytes of a PNG, a question, an answer and the kind of question."""
     made = []
     for number in range(count):
         one = task(number, split, seed)
@@ -96,7 +96,7 @@ def rows(split: str, count: int, seed: int) -> list[dict[str, Any]]:
 
 
 def make_model(folder: Path) -> None:
-    """Makes the model, its tokenizer and the settings of its image processor in a folder; always the same."""
+    """Writes the model, its tokenizer and the settings of its image processor to a folder; deterministic."""
     import torch
     from transformers import AutoModelForImageTextToText, Gemma4UnifiedConfig
 
@@ -122,9 +122,9 @@ def make_model(folder: Path) -> None:
         model = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
         for name, parameter in model.named_parameters():
             if name.endswith("pos_embedding"):
-                parameter.normal_(std=0.02)  # ones, as transformers makes them, drown the pixels
+                parameter.normal_(std=0.02)  # transformers' initial ones would dominate the pixels
             elif name.endswith(("embed_tokens.weight", "embedding_projection.weight")):
-                parameter.normal_(std=0.2)  # a tied head of 64 numbers must be able to choose
+                parameter.normal_(std=0.2)  # a tied head of width 64 must separate tokens
             elif parameter.dim() == 2 and "language_model.layers" in name:
                 parameter.normal_(std=parameter.shape[1] ** -0.5)
     model.save_pretrained(folder)
@@ -157,7 +157,7 @@ def _tokenizer() -> Any:
 
 
 def model_dir(cache: Path = Path("~/.cache/tpu_kit")) -> Path:
-    """Returns the folder of the model, made if it is not there."""
+    """Returns the folder of the model in `cache`; makes it if it does not exist."""
     import hashlib
     import shutil
     import tempfile
@@ -172,7 +172,7 @@ def model_dir(cache: Path = Path("~/.cache/tpu_kit")) -> Path:
             make_model(Path(part))
             try:
                 Path(part).rename(folder)
-            except OSError:  # another process was first
+            except OSError:  # another process made it first
                 shutil.rmtree(part, ignore_errors=True)
-            Path(part).mkdir(exist_ok=True)  # for the context's own end
+            Path(part).mkdir(exist_ok=True)  # the context manager removes it
     return folder

@@ -33,10 +33,10 @@ def placed(
 ) -> tuple[TrainConfig, TargetSlice, str]:
     """Returns the run and the slice with the run's mesh or a chosen mesh, and a sentence that gives the reason.
 
-    A mesh is chosen if launch.mesh is "auto", or if neither launch.mesh nor launch.num_replicas is set. Replicas come
-    first, if the run fits one device; then the mesh with the fewest fsdp devices that holds the run; then the mesh with
-    the smallest context axis that holds it, in which devices share the tokens of rows; else fsdp over all devices. On
-    several hosts a mesh is always chosen, and its data axis spans the slices.
+    If launch.mesh is "auto", or neither launch.mesh nor launch.num_replicas is set, replicas are chosen if the run fits
+    one device, else the mesh with the fewest fsdp devices that holds the run. If no such mesh holds it, it is the mesh
+    with the smallest context axis that does (devices then share the tokens of rows), or fsdp over all devices. On
+    several hosts it is always a mesh, whose data axis spans the slices.
 
     Args:
         config: the run.
@@ -105,7 +105,7 @@ def check_mesh(config: TrainConfig, devices: int, shape: Shape | None, slices: i
 
     Raises:
         ConfigError: the mesh does not divide the attention heads or the tokens; the model or the rows do not support
-            one of its axes; the slices do not divide its data axis; or optim.batch_size=auto without a shape.
+            its axes; the slices do not divide its data axis; or optim.batch_size is "auto" and `shape` None.
         ValueError: the mesh has another number of devices.
     """
     assert config.launch.mesh is not None

@@ -135,7 +135,7 @@ def check_before_launch(
     Args:
         config: the run.
         exact: whether the TPU compiler verifies batch size and remat.
-        at: the machine; this one by default.
+        at: the machine; None: this machine.
         rows: packed rows of the training data, or prompts of a run that samples; None if they are not known yet.
         backend: the result of `detect`, with the hosts; None detects it.
         began: "batch_size" and "global_batch_size" of the checkpoint from which the run resumes; None for a new run.

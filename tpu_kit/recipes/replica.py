@@ -48,10 +48,10 @@ def fine_tune(
 ) -> TrainResult | None:
     """Trains in one replica; the first replica of each host returns the result, the others None.
 
-    Its metrics: loss (last window) and eval_loss (weights in adapter_dir) in nats per loss token; eval_accuracy with
-    tracking.eval_generate_rows; for a mix, eval_loss/NAME and eval_accuracy/NAME per source; eval_step, the step of
-    these evaluations. train_seconds of all launches includes evaluations and checkpoints. skipped_updates; compiles on
-    XLA and a GPU; and `metrics.peak_memory`.
+    Metrics of training: loss (last window) in nats per loss token; skipped_updates; train_seconds of all launches, with
+    evaluations and checkpoints; compiles on XLA and a GPU; and `metrics.peak_memory`. Metrics of evaluation: eval_loss
+    of the weights in adapter_dir; eval_accuracy with tracking.eval_generate_rows; for a mix, eval_loss/NAME and
+    eval_accuracy/NAME per source; and eval_step, their step.
 
     Args:
         config: the configuration of the plan.

@@ -75,7 +75,7 @@ def estimate(
 
     Args:
         config: the run; its model is read by `shape_cache.read_shape`.
-        num_replicas: data-parallel replicas, each with all weights and state; ignored with a mesh.
+        num_replicas: data-parallel replicas, which hold all weights and state; ignored with a mesh.
         shape: the model's shape; None reads it.
         mesh: the mesh that shards the model; None for replicas.
 
