@@ -172,7 +172,7 @@ def plan_run(
     backend: Backend | None = None,
     today: str | None = None,
 ) -> tuple[RunPlan, Prepared]:
-    """Plans a run with its output folder, and prepares its data; launches nothing and opens no device.
+    """Returns the plan of a run with an output folder, and its prepared data; launches nothing, opens no device.
 
     Args:
         config: the run.
@@ -181,9 +181,6 @@ def plan_run(
         reward_funcs: the rewards of `grpo`.
         backend: the result of `find_machine`, checked; None finds it.
         today: the date of a new run; None: today on this machine.
-
-    Returns:
-        The plan and the prepared data.
 
     Raises:
         ValueError: all problems of the first step that has any.
