@@ -115,7 +115,7 @@ OPTIONS = "-h, --help, --exact, --dry-run, --json"
          "  - bach_size: no such parameter (given '2'); did you mean optim.batch_size?\n"
          "  - lr: no such parameter (given '1'); did you mean optim.learning_rate?\n"),
         (["nowhere.yaml"], "nowhere.yaml: no such configuration file; "),
-        (["batch_size", "2"], "batch_size, 2: one configuration file at most; the others are key=value"),
+        (["batch_size", "2"], "batch_size, 2: one configuration file at most; write parameters as key=value"),
         (["--verbose"], f"--verbose: no such option; there are {OPTIONS}; a parameter is key=value"),
         (["--learning_rate", "1e-3"], "--learning_rate: no such option; "),
         (["--batch-size=4"], f"--batch-size=4: no such option; there are {OPTIONS}; a parameter is key=value"),

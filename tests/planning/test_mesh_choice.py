@@ -61,7 +61,7 @@ def test_a_larger_one_has_the_smallest_mesh_that_holds_it(setting: str) -> None:
     found = planned(setting)
     assert found.fits and str(found.where.mesh) == found.config.launch.mesh == "data=4,fsdp=2"
     assert f"launch.{setting}: a replica on each device takes 16." in found.note
-    assert "so mesh=data=4,fsdp=2, which holds it in" in found.note and "s by replicas" in found.note
+    assert "so mesh=data=4,fsdp=2, which holds it in" in found.note and " s with replicas" in found.note
     assert found.where.replicas == 8 and 8 < found.peak_bytes / 2**30 < 14.5
     assert "mesh = 'data=4,fsdp=2'" in next_parameters(found)
 

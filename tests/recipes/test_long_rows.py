@@ -78,7 +78,7 @@ def test_a_rollout_whose_keys_and_values_do_not_fit_is_told_with_what_to_do(
     sizes = ["max_length=1024", "max_completion_length=900", "prompts_per_update=64", "eval_rows=0"]
     sizes += ["eval_generate_rows=0", "eval_steps=null", "device_type=cpu"]
     line = tell("grpo", "embedded-grpo", *sizes)
-    assert line.startswith("rl.prompts_per_update=64: keys and values of 64 prompts and 512 completions in 1,040 slots")
+    assert "rl.prompts_per_update=64: keys and values of 64 prompts and 512 completions in 1,040 slots" in line
     assert " take 1.27 GiB. Weights and state take " in line and " GiB of the 0.25 GiB per device of this host" in line
     assert line.endswith("; set rl.prompts_per_update=12")
     fewer = load_config("embedded-grpo", [*sizes, "prompts_per_update=12"])
