@@ -4,7 +4,7 @@ Both get a Qwen2.5 shape with random weights in bf16, LoRA r=16 on all linear la
 tokens; remat=full beside gradient checkpointing, remat=none beside none. TRL gets whole rows of one document, its
 fastest case: it needs no mask. The kit gets rows packed of documents of about 300 tokens. Both processes are on the
 GPU at once and take turns of some updates, the other one waiting, so that the state of the card meets both alike.
-Tokens are positions of rows. MFU counts what `metrics.model_flops_per_token` does, without recomputation.
+Tokens are positions of rows. MFU counts what `cost.model_flops` does, without recomputation.
 """
 
 from __future__ import annotations
@@ -108,7 +108,9 @@ def of_trl(folder: Path, updates: int, remat: str) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
     from trl import SFTConfig, SFTTrainer
 
-    from tpu_kit.training.metrics import model_flops_per_token
+    from tpu_kit.config.loader import load_config
+    from tpu_kit.model.shape_cache import read_shape
+    from tpu_kit.planning.cost import model_flops
 
     turns = Turns(folder, "trl", *json.loads((folder / "turns.json").read_text()))
 
@@ -129,7 +131,8 @@ def of_trl(folder: Path, updates: int, remat: str) -> dict[str, Any]:
         ),
         callbacks=[Callback()],
     )  # fmt: skip
-    flops = model_flops_per_token(trainer.model, LENGTH)
+    config = load_config(None, settings(folder, updates, remat))
+    flops = model_flops(config, read_shape(config.model))
     trainer.train()
     loss = float(trainer.state.log_history[0]["loss"])
     return {"seconds": turns.seconds, "peak": torch.cuda.max_memory_allocated(), "loss": loss, "flops": flops}

@@ -19,6 +19,7 @@ import torch._dynamo  # transformers' models import it, and torch 2.8 cannot do 
 from torch.nn.modules.module import register_module_forward_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 from tpu_kit.config.loader import ModelConfig
 from tpu_kit.model import attention
@@ -125,7 +126,8 @@ def _experts(path: str, part: Any, chosen: int) -> Experts:
     names = experts.names_of(part)
     sizes = {name: getattr(part, name).shape for name in names}
     linears = tuple(Linear(name, shape[2], shape[1], part.has_bias) for name, shape in sizes.items())
-    return Experts(path, part.num_experts, chosen, linears)
+    padding = sum(sizes[name].numel() - part.form.sizes[name].numel() for name in names) // part.num_experts
+    return Experts(path, part.num_experts, chosen, linears, padding)
 
 
 def _linear(path: str, part: torch.nn.Module) -> Linear | None:
@@ -227,7 +229,8 @@ def _kind(layer: torch.nn.Module, hidden: torch.Tensor, args: Any, kwargs: Any) 
     state = sum(map(math.prod, states))
     of_mlp = [linear for path, linear in linears.items() if mlp and path.startswith(f"{mlp}.")]
     wide = {width for linear in of_mlp for width in (linear.inputs, linear.outputs)}
-    shape = tuple(linears.values()), others, mlp, heads, kv_heads, size, follows, every, state
+    products = tuple(trace.flops.values())
+    shape = tuple(linears.values()), others, mlp, heads, kv_heads, size, follows, every, state, products
     return output.detach(), Layer(*shape, *trace.alive(wide - {hidden.shape[-1]}))
 
 
@@ -251,6 +254,8 @@ class Trace(TorchDispatchMode):
 
     Attributes:
         attention: the last call of an attention function: module, query heads, key-value heads, size of a head.
+        flops: FLOPs per token of matrix products by torch's formulas: "forward", "backward" without the gradients of
+            weights, and of these, "weights", which take as many as the products with weights in the forward pass.
     """
 
     def __init__(self) -> None:
@@ -260,6 +265,7 @@ class Trace(TorchDispatchMode):
         self.kept: list[torch.Tensor] = []  # keeps addresses of storages from being reused
         self.backward = 0
         self.attention: tuple[Any, int, int, int] = (None, 0, 0, 0)
+        self.flops = dict.fromkeys(("forward", "backward", "weights"), 0.0)
 
     def __enter__(self) -> Trace:
         self.token = _active.set(self)
@@ -275,9 +281,20 @@ class Trace(TorchDispatchMode):
         name = operation._schema.name.partition("::")[2]
         sources = {self.place(one) for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)}
         made = [one for one in tree_leaves(output) if isinstance(one, torch.Tensor)]
+        if (formula := flop_registry.get(operation._overloadpacket)) is not None:
+            self.count(made[0], formula(*args, **(kwargs or {}), out_val=output) / TOKENS)
         new = [self.place(one) for one in made if one.untyped_storage()._cdata not in self.places]  # not views
         self.note(sources, new, name in PRODUCTS, name in SUMS)
         return output
+
+    def count(self, result: torch.Tensor, flops: float) -> None:
+        """Adds a product. One with a weight has two axes; a weight's gradient has two, and no tokens."""
+        matrix = result.dim() == 2
+        if not self.backward:
+            self.flops["forward"] += flops
+            self.flops["weights"] += matrix * flops
+        elif not matrix or result.shape[0] % TOKENS == 0:
+            self.flops["backward"] += flops
 
     def note(self, sources: set[int], made: Iterable[int], reads: bool, stored: bool) -> None:
         """Records the values `made` from `sources`. `reads` puts both in memory; `stored` puts `made` in memory."""

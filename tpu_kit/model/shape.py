@@ -61,12 +61,16 @@ def scale_groups(inputs: int, group: int) -> int:
 
 @dataclass(frozen=True)
 class Experts:
-    """A layer's experts: their path, their number, the number that a token chooses, and the products of one expert."""
+    """A layer's experts: their path, their number, the number that a token chooses, and the products of one expert.
+
+    `padding` of an expert's weights only fill tiles.
+    """
 
     path: str
     count: int
     chosen: int
     linears: tuple[Linear, ...]
+    padding: int
 
     @property
     def weights(self) -> int:
@@ -112,6 +116,8 @@ class Layer:
         norm_follows: whether the MLP's output has a norm before the residual addition.
         experts: at most one mixture; its parameters are in neither `linears` nor `others`.
         state: elements of a row's state in `linear_attention`, H K V; 0 without a state.
+        products: FLOPs per token of its matrix products, without attention's kernel and experts: forward, for gradients
+            of activations, and for gradients of weights.
         forward: live bytes in bf16 during the forward pass, without values that only a backward pass reads.
         backward: live bytes while the layer is recomputed and its gradients are computed.
         saved: bytes per token that a forward pass saves for the backward pass.
@@ -126,6 +132,7 @@ class Layer:
     norm_follows: bool
     experts: tuple[Experts, ...]
     state: int
+    products: tuple[float, float, float]
     forward: Alive
     backward: Alive
     saved: float
@@ -163,12 +170,6 @@ class Layer:
         """Number of elements of the matrices, with all experts or the average that `tokens` tokens choose."""
         mixed = sum(each.weights * (each.read(tokens) if tokens else each.count) for each in self.experts)
         return sum(one.inputs * one.outputs for one in self.linears) + mixed
-
-    @cached_property
-    def active_weights(self) -> int:
-        """Number of elements of the matrices that multiply a token."""
-        chosen = sum(each.weights * each.chosen for each in self.experts)
-        return sum(one.inputs * one.outputs for one in self.linears) + chosen
 
 
 @dataclass(frozen=True)
@@ -252,10 +253,15 @@ class Shape:
         """Number of elements of the layers' matrices, including all experts."""
         return int(sum(kind.weights() * count for kind, count in self.counted))
 
-    @cached_property
-    def active_weights(self) -> int:
-        """Number of elements of the layers' matrices that multiply a token."""
-        return sum(kind.active_weights * count for kind, count in self.counted)
+    def flops(self, *times: float) -> float:
+        """FLOPs per token of all layers: the three parts of `Layer.products`, so many times each, with its experts'.
+
+        The trace computes no experts; each part has 2 FLOPs for each weight of the experts that a token chooses.
+        """
+        return sum(
+            count * number * (part + 2 * sum(each.weights * each.chosen for each in kind.experts))
+            for kind, count in self.counted for number, part in zip(times, kind.products, strict=True)
+        )  # fmt: skip
 
     @property
     def parameters(self) -> int:

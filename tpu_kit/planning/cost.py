@@ -68,9 +68,9 @@ ROWS_TRAFFIC = 6.0
 layers: an assumption."""
 SCORES_TRAFFIC = 22.0
 """The same for sdpa's scores, over one array of (B, n, S, S)."""
-STATE_TRAFFIC, STATE_PRODUCTS = 10.0, 7.5
+STATE_TRAFFIC = 10.0
 """Of layers with a state, for each of its elements and each token: bytes moved in HBM in a step, calibrated to one of
-Qwen3.5-4B; and multiplications of the delta rule forward, (3 K V + 2 C (K + V) + 10 C^2) / K V for K = V = 2 C."""
+Qwen3.5-4B."""
 UPDATE_TRAFFIC = 15.0
 """Passes over the trained parameters in fp32, for the update and their gradients; the compiler counts 13 to 15."""
 WEIGHT_BYTES: Mapping[str, float] = {"fp32": 4, "bf16": 2, "int8": 1, "int4": 0.5}
@@ -196,36 +196,38 @@ def work(config: TrainConfig, shape: Shape, plan: BatchPlan, mesh: Mesh | None =
 def _work(config: TrainConfig, shape: Shape, plan: BatchPlan, context: int = 1) -> Work:
     """The work of one update on a device that computes all of the products of `shape`, for a part of the tokens.
 
-    A matrix product of N weights takes 2 N FLOPs a token, its gradient to the input as many, to the weight as many
-    where that is trained. remat=full adds the forward pass of the layers, without the last product of the MLP, whose
-    result only a norm would need (then a tiled MLP is computed twice). Attention takes 4 S n d a token forward, and 2.5
-    times that backward (five products for two; seven where they are not fused); a kernel leaves out the blocks that the
-    causal mask hides. remat=blocks adds another forward pass of most layers, with all products.
+    The FLOPs of a layer's products are traced (`Layer.products`); those of adapters, of attention's kernel and of the
+    matrices outside of layers are not in the trace. A matrix of N weights takes 2 N FLOPs a token forward, as many for
+    the gradient of the input, and as many for that of the weight if it is trained. remat=full adds the forward pass of
+    the layers, without the last product of the MLP, whose result only a norm would need (then a tiled MLP is computed
+    twice). Attention takes 4 S n d a token forward, and 2.5 times that backward (five products for two; seven where
+    they are not fused); a kernel leaves out the blocks that the causal mask hides. remat=blocks adds another forward
+    pass of most layers, with all products.
     """
     length, lora = config.data.max_length, config.lora
     tokens = plan.batch_size * length // context
     dtype, attention = config.model.base_dtype, config.model.attention
     compute = item_bytes(dtype)
     again, twice = int(config.optim.recomputes), blocks_share(config, shape)
-    linear = shape.active_weights * (2 + again + twice + (0 if lora.r else 1))
+    spared = 0  # multiplications of the recomputation that the backward pass does not need
     tiled = (config.optim.mlp_tile or tokens) < tokens and config.optim.scan_layers != "off"
     for kind, count in shape.counted:
         for each in kind.experts:  # rows are weighted before their last product, whose result nothing needs
-            linear -= again * count * each.chosen * each.linears[-1].inputs * each.linears[-1].outputs
+            spared += again * count * each.chosen * each.linears[-1].inputs * each.linears[-1].outputs
         if not kind.norm_follows:
-            linear -= again * count * sum(one.inputs * one.outputs for one in kind.mlp_linears[-1:])
+            spared += again * count * sum(one.inputs * one.outputs for one in kind.mlp_linears[-1:])
         elif tiled:
-            linear += again * count * sum(one.inputs * one.outputs for one in kind.mlp_linears)
+            spared -= again * count * sum(one.inputs * one.outputs for one in kind.mlp_linears)
     trained = trained_count(shape, config)
-    adapters = trained * (3 + again + twice) if lora.r else 0.0
+    adapters = _adapters(config, shape) * (3 + again + twice)
     seen = _seen(attention, length)
     attending = {kind.head_dim: 0.0 for kind in shape.kinds}
     for kind, count in shape.counted:
         products = 3.5 + again + twice + (attention != "sdpa" and not _is_fused(kind, tokens / length, length, compute))
         attending[kind.head_dim] += 2.0 * length * count * kind.heads * kind.head_dim * products * seen
     head, states = shape.vocabulary * shape.hidden, sum(count * kind.state for kind, count in shape.counted)
-    scores = sum(attending.values()) + STATE_PRODUCTS * states * (3 + again + twice)
-    flops = 2 * tokens * (linear + adapters + scores + head * (2 if lora.r else 3))
+    flops = tokens * shape.flops(1 + again + twice, 1, not lora.r)
+    flops += 2 * tokens * (adapters + sum(attending.values()) - spared) + tokens * _outside(config, shape)
     narrow = [(lora.r, adapters), *attending.items()]
 
     chunks = -(-tokens // min(config.optim.loss_chunk, tokens))
@@ -377,7 +379,7 @@ def per_device(shape: Shape, mesh: Mesh) -> Shape:
 
     kinds = tuple(
         replace(kind, linears=tuple(map(part, kind.linears)), heads=kind.heads // parts,
-                kv_heads=max(1, kind.kv_heads // parts))
+                kv_heads=max(1, kind.kv_heads // parts), products=tuple(flops / parts for flops in kind.products))
         for kind in shape.kinds
     )  # fmt: skip
     return replace(shape, kinds=kinds, vocabulary=-(-shape.vocabulary // parts))
@@ -389,9 +391,43 @@ def _forward(shape: Shape, dtype: str, tokens: int, length: int, chunks: int, se
     Without chunks of the logits, the head is not computed.
     """
     head, compute = shape.vocabulary * shape.hidden, item_bytes(dtype)
-    flops = 2 * tokens * (shape.active_weights + _scores(shape, length) * seen + head * bool(chunks))
+    flops = tokens * shape.flops(1, 0, 0) + 2 * tokens * (_scores(shape, length) * seen + head * bool(chunks))
     traffic = _between(shape, tokens, compute, length) / 3 + shape.linear_weights * WEIGHT_BYTES[dtype]
     return Work(flops, traffic + chunks * head * compute)
+
+
+def model_flops(config: TrainConfig, shape: Shape) -> float:
+    """FLOPs of a token in training, forward and backward, by the convention of MFU.
+
+    A product takes 2 FLOPs per weight and token forward, 2 for the gradient of its input and, if it is trained, 2 for
+    the gradient of its weight (Kaplan et al. 2020, section 2.1). Attention takes 4 * layers * width * length forward
+    and twice that backward, over the whole row (Chowdhery et al. 2022, PaLM, appendix B). Recomputation does not count.
+    Quantised weights count as the numbers that they encode. A layer's experts, and their adapters, count if a token is
+    sent to them.
+    """
+    frozen = int(config.lora.r > 0)  # a frozen weight has no gradient
+    padding = sum(count * each.chosen * each.padding for kind, count in shape.counted for each in kind.experts)
+    layers = shape.flops(3, 0, -frozen) - 2 * (3 - frozen) * padding
+    scores = _scores(shape, config.data.max_length)
+    return layers + _outside(config, shape) + 6 * (_adapters(config, shape) + scores)
+
+
+def _outside(config: TrainConfig, shape: Shape) -> float:
+    """FLOPs of a token in the products outside of layers, which are not traced, forward and backward."""
+    lora, last = config.lora, f".{shape.ends[1]}"
+    full = not lora.r or any(shape.tied or last.endswith(f".{name}") for name in lora.full or ())
+    others = sum(one.inputs * one.outputs for one in shape.linears_outside)
+    return 2.0 * (shape.vocabulary * shape.hidden * (2 + full) + others * (2 + (not lora.r)))
+
+
+def _adapters(config: TrainConfig, shape: Shape) -> float:
+    """Elements of the adapters' matrices that a token is multiplied with: not those that it looks up a row of."""
+    shares = {f".{each.path}.": each.chosen / each.count for kind in shape.kinds for each in kind.experts}
+    return sum(
+        math.prod(one.shape) * next((share for path, share in shares.items() if path in one.name), 1.0)
+        for one in model_tensors(shape, config)
+        if one.trained and "lora_" in one.name and "lora_embedding_A" not in one.name
+    )
 
 
 def _scores(shape: Shape, length: int) -> float:
@@ -538,8 +574,9 @@ def predicted_work(config: TrainConfig, shape: Shape, where: TargetSlice) -> tup
     rows = -(-rollout.samples // mesh.data)
     head, whole = shape.vocabulary * shape.hidden, -(-rows // WHOLE_ROWS) * WHOLE_ROWS
     trained = trained_count(shape, config) if config.lora.r else 0
+    products = shape.flops(0, 0, 1)  # with weights: a token's state takes few
     cache = cache_bytes(config, shape, rollout.samples, rollout.slots, where.mesh)
-    flops = 2 * whole * (shape.active_weights + head + trained + _scores(shape, rollout.slots)) / parts
+    flops = whole * (products + 2 * (head + trained + _scores(shape, rollout.slots))) / parts
     weights = sum(kind.weights(whole) * number for kind, number in shape.counted)
     looped = where.mesh or (config.optim.remat != "none" and config.optim.scan_layers != "off")
     layers = (weights * WEIGHT_BYTES[config.model.base_dtype] + 4 * trained) / parts + cache

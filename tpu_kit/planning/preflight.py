@@ -23,7 +23,7 @@ from tpu_kit.machine.slices import TargetSlice
 from tpu_kit.model.shape import Shape
 from tpu_kit.model.shape_cache import read_shape
 from tpu_kit.planning.compiler.compile_check import CompilerUnavailable, check_available
-from tpu_kit.planning.cost import StepTime, work
+from tpu_kit.planning.cost import StepTime, model_flops, work
 from tpu_kit.planning.memory.argument_memory import item_bytes
 from tpu_kit.planning.mesh_choice import check_mesh, placed
 from tpu_kit.planning.planner import MOST_UNTIMED_ROWS, best_setting, verified
@@ -76,6 +76,11 @@ class Preflight:
         """Peak memory of a device in bytes; None if it is not known, as on a CPU."""
         known = self.setting is not None and self.setting.where.device_type in ("tpu", "cuda")
         return self.setting.peak_bytes if self.setting and known else None
+
+    @property
+    def flops_per_token(self) -> float | None:
+        """FLOPs of a token in training, see `model_flops`; None if the memory is not known."""
+        return model_flops(self.config, self.setting.shape) if self.setting else None
 
     def duration(self, updates: int) -> str:
         """Describes the duration of `updates` updates, and the source of the figure."""

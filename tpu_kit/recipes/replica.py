@@ -107,10 +107,10 @@ def trainer(
         rt.sync()
         rt.barrier()
 
-        predicted = plan.outlook.device_bytes if plan.outlook else None
+        predicted, flops = (plan.outlook.device_bytes, plan.outlook.flops_per_token) if plan.outlook else (None, None)
         loop = Trainer(
             config, rt, model, objective, state, prepared, plan.batch, source, plan.updates, plan.record,
-            lambda: count_correct(model, config, prepared, rt, source.generator), checkpoints, predicted, parts,
+            lambda: count_correct(model, config, prepared, rt, source.generator), checkpoints, predicted, parts, flops,
         )  # fmt: skip
         if plan.resume_point:
             loop.resume(plan.resume_point)

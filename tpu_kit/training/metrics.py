@@ -79,58 +79,6 @@ def peak_memory(rt: Runtime, predicted: int | None = None) -> dict[str, float]:
     return values
 
 
-_CHOSEN = ("num_experts_per_tok", "top_k_experts")  # in a configuration: the experts of a token
-
-
-def model_flops_per_token(model: Any, sequence_length: int) -> int | None:
-    """Computes the FLOPs of one token in training, forward and backward, for MFU, of a transformers or PEFT model.
-
-    A matrix multiplication costs 2 FLOPs per parameter and token forward, 2 for the gradient of its input and, if it is
-    trained, 2 for that of its weight (Kaplan et al. 2020, section 2.1). Attention costs 4 * layers * width * length
-    forward and twice that backward, over the whole row (Chowdhery et al. 2022, PaLM, appendix B). Recomputation does
-    not count. Quantised weights count as the numbers that they encode. Of a layer's experts and their adapters
-    those count that a token is sent to.
-
-    Returns None for a mixture of experts whose configuration does not say how many these are.
-    """
-    from torch.nn import Embedding
-
-    from tpu_kit.model.base_model import matrix_of
-    from tpu_kit.model.families import experts
-    from tpu_kit.model.weights.quantization import QuantizedLinear
-
-    config = model.config.get_text_config()
-    decoder, output = model.get_decoder(), model.get_output_embeddings()
-    head = matrix_of(output)
-    parts, mixtures = list(decoder.modules()), dict(experts.modules_of(decoder))
-    chosen = next((count for name in _CHOSEN if (count := getattr(config, name, None))), None)
-    if mixtures and chosen is None:
-        return None
-    tables = {part.weight for part in parts if isinstance(part, Embedding)}
-    looked_up = ("lora_embedding_A", "trainable_tokens_delta")  # of which a token takes a row
-    tables |= {param for name, param in model.named_parameters() if any(one in name for one in looked_up)}
-    counts = {False: sum(part.count for part in parts if isinstance(part, QuantizedLinear)), True: 0.0}
-    shares = dict[str, float]()
-    for path, part in mixtures.items():
-        share = shares[f"{path.partition('.base_layer')[0]}."] = chosen / part.num_experts  # PEFT wraps them
-        for name in experts.names_of(part):
-            weight = getattr(part, name)  # which may have the layers of a loop, padding, or two numbers in a byte
-            size = part.form.sizes[name] if hasattr(part, "form") else weight.shape[-3:]
-            counts[weight.requires_grad] += share * size.numel() * (weight.numel() // math.prod(weight.shape[-3:]))
-        tables |= {getattr(part, name) for name in experts.shaped_names(part)}
-    adapters = [(name, param) for name, param in output.named_parameters() if "lora_" in name]
-    named = {param: name for name, param in [*decoder.named_parameters(), *head.named_parameters(), *adapters]}
-    for parameter, name in named.items():
-        if parameter not in tables or parameter is head.weight:  # a tied table is the head's matrix
-            share = next((share for path, share in shares.items() if name.startswith(path)), 1.0)
-            counts[parameter.requires_grad] += share * parameter.numel()
-    # transformers refuses to tell the size of a head where layers differ in it; older versions have no list of them.
-    layers = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
-    width = sum(one.num_attention_heads * (getattr(one, "head_dim", None) or one.hidden_size // one.num_attention_heads)
-                for one in layers)  # fmt: skip
-    return round(4 * counts[False] + 6 * counts[True] + 12 * width * sequence_length)
-
-
 def check_tracking(config: TrainConfig, at: Machine | None = None) -> None:
     """Raises ConfigError if a tracker of the configuration cannot start; called before the model is loaded."""
     at, tracking, problems = at or Machine(), config.tracking, []
@@ -248,7 +196,7 @@ class Tracker:
             an existing file to metrics.previous.jsonl.
         resume_tokens: tokens trained on until `resume_step`, without padding.
         total_steps: the last step of the run, for the bar and the ETA.
-        flops_per_token: see `model_flops_per_token`; for MFU.
+        flops_per_token: for MFU.
         chip_name: a name for `chips.chip`, for MFU.
         num_chips: number of chips of the run on all hosts.
         device_type: the name in the records if `chip_name` is None.
@@ -269,7 +217,7 @@ class Tracker:
         *,
         resume_tokens: int = 0,
         total_steps: int | None = None,
-        flops_per_token: int | None = None,
+        flops_per_token: float | None = None,
         chip_name: str | None = None,
         num_chips: int = 1,
         device_type: str = "cpu",

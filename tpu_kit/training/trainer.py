@@ -31,7 +31,7 @@ from tpu_kit.model import causal_lm as models
 from tpu_kit.model.loop.layer_calls import unstacked
 from tpu_kit.training.adapter_files import result_files
 from tpu_kit.training.checkpoint.manager import CheckpointManager, HostParts
-from tpu_kit.training.metrics import Evaluations, RecompileMonitor, Tracker, model_flops_per_token, peak_memory
+from tpu_kit.training.metrics import Evaluations, RecompileMonitor, Tracker, peak_memory
 from tpu_kit.training.objectives import Objective
 from tpu_kit.training.outcome import not_learned
 from tpu_kit.training.resume import Record, ResumePoint, weights_of
@@ -85,6 +85,7 @@ class Trainer:
         checkpoints: CheckpointManager | None,
         predicted_bytes: int | None = None,
         parts: HostParts | None = None,
+        flops_per_token: float | None = None,
     ) -> None:
         """Makes the loop of a loaded run.
 
@@ -105,6 +106,7 @@ class Trainer:
             checkpoints: the writer of checkpoints, on rank 0 only.
             predicted_bytes: predicted peak memory of a device.
             parts: the writer of this host's part of a checkpoint, if the state is sharded over hosts.
+            flops_per_token: for MFU; None if the plan does not know them.
         """
         self.config, self.rt, self.model, self.objective, self.state = config, rt, model, objective, state
         self.prepared, self.plan, self.checkpoints, self.parts = prepared, plan, checkpoints, parts
@@ -112,7 +114,7 @@ class Trainer:
         self._split = SplitStep(model, state, objective, config.optim, rt) if updates.splits else None
         self._traced = TracedSteps(model, state, objective, config.optim, rt) if rt.traces_steps else None
         self.mark: Callable[[str, int], None] = lambda phase, step: None
-        self.total, self.record = total, record
+        self.total, self.record, self.flops_per_token = total, record, flops_per_token
         self.step, self.skipped = 0, 0
         self.metrics: dict[str, float] = {}
         self._logged = 0  # the step of the last log
@@ -137,7 +139,7 @@ class Trainer:
                 self._history,
                 resume_tokens=self._tokens,
                 total_steps=self.total,
-                flops_per_token=model_flops_per_token(self.model, self.config.data.max_length),
+                flops_per_token=self.flops_per_token,
                 chip_name=chip_name,
                 num_chips=num_chips,
                 device_type=self.rt.device_type,
