@@ -319,8 +319,8 @@ TENTACLES = {
     "on_policy": (("training.losses.sampled_updates", "training.losses.rollout_programs"), 4),
     "prefix_ids": (
         ("model.loop.layer_inputs", "training.losses.policy_gradient", "data.pairs"),
-        2,
-    ),  # the kernel for TPU, a trace
+        1,
+    ),  # the kernel for TPU
     "teacher": (("training.losses.distillation", "training.losses.teacher_files"), 10),
     "error_correction": (("extras.error_correction.head",), 0),
     "kept_after": (("model.loop.layer_calls",), 1),
@@ -329,7 +329,7 @@ TENTACLES = {
 # Objectives, models and sampled updates state their cost to planning, which names none of these features.
 NOT_IN_PLANNING = (
     "on_policy", "teacher", "distill", "on_pairs", "preference", "images", "error_correction", "policy",
-    "num_generations",
+    "num_generations", "prefix_ids",
 )  # fmt: skip
 
 # State, patches and attributes of models that reach other code without arguments or results, with reasons. Goals: 8, 8

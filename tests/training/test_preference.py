@@ -229,7 +229,8 @@ def test_loss_of_labelled_replies_is_that_of_trl(shares: bool, away: float) -> N
     rows.further.kl = metrics["kl"]
     objective = PreferenceObjective(config)
     tensors = rows.tensors(np.arange(len(rows)))
-    assert {*tensors} - {"prefix_ids"} == {"input_ids", "labels", "position_ids", "segment_ids", *objective.columns}
+    planned = {name: dtype for name, (_, dtype) in objective.batch_columns(shares).items()}
+    assert {name: tensor.dtype for name, tensor in tensors.items()} == planned
     sums = objective(model, tensors)
     ours = sums.loss / sums.weight
     assert float((ours - theirs).abs()) <= 1e-5
@@ -284,8 +285,8 @@ def test_loss_rewards_and_gradients_are_those_of_trl(settings: dict[str, Any], s
     rows.further.reference = torch.stack((reference * tail).sum(1).chunk(2), 1).numpy()
     objective = PreferenceObjective(config)
     tensors = rows.tensors(np.arange(len(rows)))
-    assert ("prefix_ids" in tensors) is (shares and "orpo" not in config.preference.losses)
-    assert {*tensors} - {"prefix_ids"} == {"input_ids", "labels", "position_ids", "segment_ids", *objective.columns}
+    planned = {name: dtype for name, (_, dtype) in objective.batch_columns(shares).items()}
+    assert {name: tensor.dtype for name, tensor in tensors.items()} == planned
     sums = objective(model, tensors)
     assert float(sums.weight) == len(pairs)
     ours = sums.loss / sums.weight

@@ -15,6 +15,7 @@ from tpu_kit.config.loader import ModelConfig, OptimConfig, TrainConfig
 from tpu_kit.config.named_values import imported
 from tpu_kit.config.registry import OBJECTIVES
 from tpu_kit.model import causal_lm as models
+from tpu_kit.model.loop.layer_inputs import PREFIX_COLUMNS
 from tpu_kit.training.losses.loss import IGNORE, Likelihood, SourcedLikelihood, chunked, rows_in_chunks, shift_labels
 
 ROW = {"input_ids": torch.int64, "labels": torch.int64, "position_ids": torch.int64, "segment_ids": torch.int32}
@@ -71,8 +72,7 @@ class Objective(abc.ABC):
         columns: name -> (numbers per token, dtype) of the batch's further tensors, of shape (B, S * numbers).
         trains_model: whether the model's own parameters get gradients, or only `model.objective`.
         measures_held_out: whether evaluations also report the `extra` sums.
-        shares_prompts: whether documents of a row attend to a common prefix, in models where `attention.sees_all`
-            holds; such a batch has the column prefix_ids.
+        shares_prompts: whether documents of a row see a common prefix if `attention.sees_all`; see `batch_columns`.
         one_by_one: whether the planner's estimate without a layer loop (remat=none) was compared with the TPU compiler;
             otherwise `auto` does not choose remat=none.
     """
@@ -84,6 +84,11 @@ class Objective(abc.ABC):
     measures_held_out = False
     shares_prompts = False
     one_by_one = False
+
+    def batch_columns(self, sees_all: bool) -> dict[str, tuple[int, torch.dtype]]:
+        """Returns all tensors of a batch, as `columns` has some of them; `sees_all` is `attention.sees_all`."""
+        shared = PREFIX_COLUMNS if self.shares_prompts and sees_all else {}
+        return {name: (1, dtype) for name, dtype in ROW.items()} | {**self.columns, **shared}
 
     def means(self, sums: Mapping[str, float], weight: float) -> dict[str, float]:
         """Returns the means that logs show: `extra` sums of some updates over the divisor, nan if that is 0."""

@@ -20,6 +20,8 @@ import torch
 
 from tpu_kit.xla.scan import Tensors
 
+PREFIX_COLUMNS = {"prefix_ids": (1, torch.int32)}  # of batches with shared prefixes: numbers per token, and dtype
+
 
 class LayerCache:
     """State of layers in generation, such as keys and values; the base class of `generation.kv_cache.Cache`.

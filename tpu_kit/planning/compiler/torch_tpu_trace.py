@@ -14,9 +14,10 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 from tpu_kit.config.loader import TrainConfig, batch_arithmetic
 from tpu_kit.distributed.replica.backends import TorchTpuRuntime
 from tpu_kit.machine.chips import Topology
-from tpu_kit.planning.compiler.trace import ROW, prepared
+from tpu_kit.planning.compiler.trace import prepared
 from tpu_kit.torch_tpu import process_group, without_chip
 from tpu_kit.torch_tpu.program import trace
+from tpu_kit.training.objectives import ROW
 from tpu_kit.training.step import TracedSteps
 from tpu_kit.xla.compiler import program_of
 from tpu_kit.xla.traced_program import Program, lowering_for_tpu

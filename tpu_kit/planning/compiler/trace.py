@@ -28,7 +28,7 @@ from tpu_kit.model import causal_lm as models
 from tpu_kit.model.families.input_work import inputs_of
 from tpu_kit.model.meta_model import empty_model
 from tpu_kit.training.losses.rollout_programs import rollout_of
-from tpu_kit.training.objectives import ROW, Objective, objective_of
+from tpu_kit.training.objectives import Objective, objective_of
 from tpu_kit.training.state import TrainState
 from tpu_kit.training.step import SplitStep, prepare_model, train_step
 from tpu_kit.xla import traced_program
@@ -57,9 +57,7 @@ def trace_step(config: TrainConfig, num_replicas: int, part: str = "step") -> Pr
         name_operations(model)
         split = SplitStep(model, state, objective, config.optim, replica) if part != "step" else None
         rows, length = plan.batch_size * shards, config.data.max_length
-        columns = {name: (1, dtype) for name, dtype in ROW.items()} | dict(objective.columns)
-        if objective.shares_prompts and attention.sees_all(model):
-            columns |= {"prefix_ids": (1, torch.int32)}
+        columns = objective.batch_columns(attention.sees_all(model))
         shapes: dict[str, Any] = {name: ((length * width,), dtype) for name, (width, dtype) in columns.items()}
         if (beside := inputs_of(config)) is not None:
             shapes |= beside.columns

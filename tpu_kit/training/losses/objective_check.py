@@ -27,7 +27,7 @@ from tpu_kit.model import trainable
 from tpu_kit.model.states_head import StatesHead, file_names, find_head, title
 from tpu_kit.torch_tpu.limits import tracer
 from tpu_kit.training.losses.rollout_programs import check_sampling
-from tpu_kit.training.objectives import ROW, Objective, Sums, objective_of
+from tpu_kit.training.objectives import Objective, Sums, objective_of
 
 _READS = ("meta tensor", "register_meta function", "data-dependent")
 
@@ -83,8 +83,8 @@ def _check_own(config: TrainConfig, objective: Objective) -> None:
             raise ValueError(f"tracking.eval_generate_rows would answer without the head of {name}; set it to 0")
         rows = config.optim.batch_size if isinstance(config.optim.batch_size, int) else 1
         length = config.data.max_length
-        columns = {column: (1, dtype) for column, dtype in ROW.items()} | dict(objective.columns)
-        batch = {column: torch.zeros((rows, length * width), dtype=dtype) for column, (width, dtype) in columns.items()}
+        columns = objective.batch_columns(False).items()
+        batch = {column: torch.zeros((rows, length * width), dtype=dtype) for column, (width, dtype) in columns}
         seen = []
         for _ in range(2):
             with _Operations(file) as operations:
