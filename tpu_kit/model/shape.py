@@ -254,10 +254,7 @@ class Shape:
         return int(sum(kind.weights() * count for kind, count in self.counted))
 
     def flops(self, *times: float) -> float:
-        """FLOPs per token of all layers: the three parts of `Layer.products`, so many times each, with its experts'.
-
-        The trace computes no experts; each part has 2 FLOPs for each weight of the experts that a token chooses.
-        """
+        """FLOPs per token of all layers: each part of `Layer.products` so many times, with the chosen experts'."""
         return sum(
             count * number * (part + 2 * sum(each.weights * each.chosen for each in kind.experts))
             for kind, count in self.counted for number, part in zip(times, kind.products, strict=True)

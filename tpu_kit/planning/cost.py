@@ -1,8 +1,8 @@
-"""Estimates the work of a step and how long it takes.
+"""Estimates the work of a step and its time.
 
-The time of a step is that of its matrix products and that of the traffic between them, one after the other: a TPU does
-few of them at once. Counts and efficiencies were fitted to the TPU compiler's cost model of v5e, see
-`compiler.step_estimate`; nothing was timed on a TPU.
+The time is the sum of the matrix products' time and of the HBM traffic's time between them, because a TPU overlaps few
+of them. Counts and efficiencies were fitted to the TPU compiler's cost model of v5e (`compiler.step_estimate`); nothing
+was timed on a TPU.
 """
 
 from __future__ import annotations
@@ -32,74 +32,73 @@ if TYPE_CHECKING:
     from tpu_kit.planning.compiler.compile_check import Compiled
 
 MXU_EFFICIENCY = 0.93
-"""Share of the peak FLOP/s that matrix products reach, by the compiler's cost model."""
+"""Share of the peak FLOP/s that matrix products reach in the compiler's cost model."""
 HBM_EFFICIENCY = 0.8
-"""Share of the peak bandwidth that streaming reaches: an assumption."""
+"""Share of the peak HBM bandwidth that streaming reaches: an assumption."""
 ICI_EFFICIENCY = 0.7
 """Share of the interconnect's bandwidth that an all-reduce reaches: an assumption."""
 DCN_EFFICIENCY = 0.7
 """Share of the data center network's bandwidth that an all-reduce between slices reaches: an assumption."""
 GATHERS = 2
-"""Times that a pass gathers a layer's weights on a mesh: in the forward and in the backward pass."""
+"""All-gathers of a layer's weights per pass on a mesh: one forward, one backward."""
 SYNCHRONOUS_GATHERS = 0.1
 """Share of the gathered weights that the compiler does not overlap with computation: 0.004 to 0.46."""
 MODEL_REDUCES = 10
-"""All-reduces of a layer's activations over the model axis in a pass, forward, recomputation and backward."""
+"""All-reduces of a layer's activations over the model axis per pass: forward, recomputation and backward."""
 STATES_TRAFFIC, TILES_TRAFFIC = 9.2, 15.0
-"""HBM traffic between the products of a layer in a step, over the bytes of its hidden states, (T, H): of norms,
-residuals and casts; and more where the MLP runs over tiles, which are cut out and put together."""
+"""HBM traffic between a layer's products per step, over the bytes of its hidden states (T, H), for norms, residuals and
+casts; and the additional traffic of a tiled MLP, which slices and concatenates its tiles."""
 HEADS_TRAFFIC, PARTS_TRAFFIC = 54.0, 7.6
-"""The same over the bytes of queries, keys and values, their heads padded to the lanes: for rope and the layouts of
-attention's kernel; and for each block of keys but one, for which the kernel makes a gradient of the queries."""
+"""The same over the bytes of queries, keys and values with heads padded to lanes, for rotary embeddings and kernel
+layouts; and for each block of keys after the first, as the kernel writes a gradient of the queries per block."""
 SPILLED_TRAFFIC, ON_CHIP = 63.0, 2**25
-"""More of both for arrays of more bytes than stay on the chip, as the share that does not."""
+"""Additional traffic of both, times the share of an array that does not fit into `ON_CHIP` bytes."""
 ADDED_TRAFFIC = 3.8
-"""The same over the inputs and outputs of products to which an adapter's product is added by itself."""
+"""The same over the inputs and outputs of linear layers whose adapter is a separate product."""
 LEAST_TRAFFIC = 1.15e8
-"""Bytes for which the small operations of a layer in a step, of any number of tokens, take as long."""
+"""Bytes whose transfer takes as long as a layer's small operations in a step, for any number of tokens."""
 KEPT_TRAFFIC = 4.0
-"""HBM traffic of the results that remat=outputs keeps: stacks of them are written and read; on a mesh also cleared."""
+"""HBM traffic over the bytes that remat=outputs keeps: writing and reading the stacks, and clearing them on a mesh."""
 INT4_TRAFFIC = 46.0
-"""Bytes that take as long as a weight in int4 is converted in a pass, by compiled steps of 8B and 14B models."""
+"""Bytes whose transfer takes as long as converting an int4 weight in a pass; fitted to compiled 8B and 14B steps."""
 LOSS_TRAFFIC = 2.0
-"""HBM traffic of the loss over the bytes of the logits in fp32."""
+"""HBM traffic of the loss, over the bytes of the fp32 logits."""
 ROWS_TRAFFIC = 6.0
-"""HBM traffic of the rows of chosen experts and of the patches of a tower, over the inputs and outputs of their linear
+"""HBM traffic of the chosen experts' rows and of a vision tower's patches, over the inputs and outputs of their linear
 layers: an assumption."""
 SCORES_TRAFFIC = 22.0
-"""The same for sdpa's scores, over one array of (B, n, S, S)."""
+"""HBM traffic of sdpa's scores, over the bytes of one (B, n, S, S) array."""
 STATE_TRAFFIC = 10.0
-"""Of layers with a state, for each of its elements and each token: bytes moved in HBM in a step, calibrated to one of
-Qwen3.5-4B."""
+"""HBM bytes per step, token and element of a layer's state; fitted to one step of Qwen3.5-4B."""
 UPDATE_TRAFFIC = 15.0
-"""Passes over the trained parameters in fp32, for the update and their gradients; the compiler counts 13 to 15."""
+"""Passes over the trained fp32 parameters for gradients and update; the compiler counts 13 to 15."""
 WEIGHT_BYTES: Mapping[str, float] = {"fp32": 4, "bf16": 2, "int8": 1, "int4": 0.5}
-"""Bytes read per base weight: int8 becomes bf16 only at the product."""
+"""Bytes read per base weight: int8 is converted to bf16 within the product."""
 HOST_SECONDS = 0.004
-"""Time of a step on the host, in which the device waits: an assumption."""
+"""Host time per step during which the device waits: an assumption."""
 GATHERED_TRAFFIC = 3.0
-"""HBM traffic of gathered weights beside the products' reads, over their bytes: they are written and copied."""
+"""HBM traffic over the bytes of gathered weights, without the products' reads: they are written and copied."""
 LOGITS_TRAFFIC = 10.0
-"""Passes over the fp32 logits (B, V) of a decode step, to draw tokens."""
+"""Passes over the fp32 logits (B, V) of a decode step, for sampling."""
 LOOP_TRAFFIC = 2.0
-"""Times as long as a decode step reads the weights of layers and the cache where layers run as a loop, by compiled ones
-of 0.5B and 1B models: a loop fetches nothing ahead."""
+"""Factor on a decode step's reads of weights and cache if layers run as a loop, which prefetches nothing; fitted to
+compiled 0.5B and 1B models."""
 COPY_TRAFFIC = 5.0
-"""HBM traffic of the copy of the prompts' cache for the samples, over the bytes of the copies."""
+"""HBM traffic of copying the prompts' KV cache for the samples, over the bytes of the copies."""
 
 
 @dataclass(frozen=True)
 class Collective:
-    """The collectives of one kind in a step, on one device.
+    """The collectives of one kind in a step on one device.
 
     Attributes:
-        kind: such as "all-gather"; by formula with what is moved, such as "all-gather of weights".
-        count: how many run.
-        moved: bytes that a device sends one way: (g - 1) / g of an all-gather's result or of a reduce-scatter's operand
-            in a ring of g devices, twice that for an all-reduce.
-        synchronous: the part of `moved` that no computation hides.
-        over_dcn: whether they go from slice to slice, over the data center network.
-        bytes: of their results, by the compiler.
+        kind: operation, such as "all-gather"; the formula adds the tensors, such as "all-gather of weights".
+        count: number of operations.
+        moved: bytes that a device sends in one direction. In a ring of g devices, (g - 1) / g of an all-gather's result
+            or of a reduce-scatter's operand, and twice that for an all-reduce.
+        synchronous: the part of `moved` that does not overlap with computation.
+        over_dcn: whether slices exchange them over the data center network.
+        bytes: size of the results, from the compiler.
     """
 
     kind: str
@@ -112,10 +111,10 @@ class Collective:
 
 @dataclass(frozen=True)
 class Work:
-    """The work of a step on one device: FLOPs, bytes moved in HBM, and the collectives.
+    """The work of a step on one device: FLOPs, HBM bytes and collectives.
 
-    `narrow` are those FLOPs whose operands may be narrower than a matrix unit, after their width: of adapters the rank,
-    of attention the size of a head.
+    `narrow` lists (width, FLOPs) of products that may be narrower than the matrix unit: adapters with the rank as
+    width, attention with the head size.
     """
 
     flops: float
@@ -130,7 +129,7 @@ class Work:
         )  # fmt: skip
 
     def repeated(self, times: float) -> Work:
-        """The work of as many runs; of collectives only the bytes that are moved."""
+        """Returns the work of `times` runs; collectives keep their `count`."""
         moved = [replace(one, moved=times * one.moved, synchronous=times * one.synchronous) for one in self.collectives]
         narrow = tuple((width, times * flops) for width, flops in self.narrow)
         return Work(times * self.flops, times * self.traffic, tuple(moved), narrow)
@@ -138,11 +137,11 @@ class Work:
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step by cause: of its matrix products, of the traffic between them, and the others.
+    """Seconds of a step by cause.
 
-    By the compiler's cost model, `compute` is all of both. `all_reduce` is the part of the collectives that computation
-    does not hide, `rollout` an update's part of it, `measured` the factor that `verify` measured on this machine, if it
-    did.
+    `compute` is the time of matrix products and `memory` of the traffic between them; from the compiler's cost model,
+    `compute` is both. `all_reduce` is the time of collectives that do not overlap with computation, `rollout` an
+    update's share of a rollout, `measured` the factor that `verify` measured on this machine.
     """
 
     compute: float
@@ -164,19 +163,19 @@ class StepTime:
 
     @property
     def device(self) -> float:
-        """What the device computes, without collectives."""
+        """The device's time without collectives."""
         return self.compute + self.memory
 
 
 def work(config: TrainConfig, shape: Shape, plan: BatchPlan, mesh: Mesh | None = None, slices: int = 1) -> Work:
-    """The work of one update on one device; on a mesh its part of the products and of the update, and the collectives.
+    """Returns the work of one update on one device.
 
     Args:
         config: the run.
-        shape: of the whole model.
-        plan: the batch of one of the replicas, or of the mesh's batch shards.
-        mesh: the devices over which the model is sharded; None for replicas.
-        slices: over which the mesh's data axis spreads.
+        shape: the whole model's shape.
+        plan: the batch of a replica, or of a batch shard of the mesh.
+        mesh: the devices that share the model; None for replicas.
+        slices: number of slices that the mesh's data axis spans.
     """
     if mesh is None:
         ring = 2 * 4.0 * trained_count(shape, config) * (plan.num_replicas - 1) / plan.num_replicas
@@ -187,22 +186,20 @@ def work(config: TrainConfig, shape: Shape, plan: BatchPlan, mesh: Mesh | None =
     gathered = sum(one.moved for one in moved if one.kind.startswith("all-gather"))
     elsewhere = UPDATE_TRAFFIC * 4.0 * trained_count(own, config) * (1 - 1 / mesh.weight_shards)
     spread = 0.0
-    if config.model.base_dtype == "int4":  # steps and offsets are spread by products, for forward and backward pass
+    if config.model.base_dtype == "int4":  # products expand steps and offsets, in the forward and backward pass
         spread = sum(count * one.inputs**2 * one.outputs for kind, count in own.counted for one in kind.linears)
         spread *= plan.gradient_accumulation * (4 + 2 * blocks_share(config, shape)) / config.model.quant_group
     return _work(config, own, plan, mesh.context) + Work(spread, GATHERED_TRAFFIC * gathered - elsewhere, tuple(moved))
 
 
 def _work(config: TrainConfig, shape: Shape, plan: BatchPlan, context: int = 1) -> Work:
-    """The work of one update on a device that computes all of the products of `shape`, for a part of the tokens.
+    """Returns the work of one update on a device that computes all products of `shape` for a part of the tokens.
 
-    The FLOPs of a layer's products are traced (`Layer.products`); those of adapters, of attention's kernel and of the
-    matrices outside of layers are not in the trace. A matrix of N weights takes 2 N FLOPs a token forward, as many for
-    the gradient of the input, and as many for that of the weight if it is trained. remat=full adds the forward pass of
-    the layers, without the last product of the MLP, whose result only a norm would need (then a tiled MLP is computed
-    twice). Attention takes 4 S n d a token forward, and 2.5 times that backward (five products for two; seven where
-    they are not fused); a kernel leaves out the blocks that the causal mask hides. remat=blocks adds another forward
-    pass of most layers, with all products.
+    A layer's FLOPs are traced (`Layer.products`). The trace has no adapters, no matrices outside layers, no kernel of
+    attention and no recomputation. remat=full adds the layers' forward pass without the MLP's last product, which only
+    a norm after it needs; with such a norm, a tiled MLP is recomputed twice. remat=blocks adds another whole forward
+    pass of most layers. Attention takes 4 S n d FLOPs per token forward and 2.5 times that backward (five products for
+    two, or seven if not fused); its kernel skips blocks that the causal mask hides.
     """
     length, lora = config.data.max_length, config.lora
     tokens = plan.batch_size * length // context
@@ -212,7 +209,7 @@ def _work(config: TrainConfig, shape: Shape, plan: BatchPlan, context: int = 1) 
     spared = 0  # multiplications of the recomputation that the backward pass does not need
     tiled = (config.optim.mlp_tile or tokens) < tokens and config.optim.scan_layers != "off"
     for kind, count in shape.counted:
-        for each in kind.experts:  # rows are weighted before their last product, whose result nothing needs
+        for each in kind.experts:  # rows are weighted before the last product, so no gradient needs its result
             spared += again * count * each.chosen * each.linears[-1].inputs * each.linears[-1].outputs
         if not kind.norm_follows:
             spared += again * count * sum(one.inputs * one.outputs for one in kind.mlp_linears[-1:])
@@ -259,7 +256,7 @@ def _work(config: TrainConfig, shape: Shape, plan: BatchPlan, context: int = 1) 
 
 
 def input_work(config: TrainConfig, inputs: InputWork, count: int) -> Work:
-    """The work of the features of so many inputs beside text in a pass; their tokens' is that of all tokens."""
+    """Returns the work of the features of `count` inputs in a pass, without the text model's work on their tokens."""
     size = item_bytes(config.model.base_dtype)
     return Work(count * inputs.flops(), ROWS_TRAFFIC / 3 * count * inputs.ends() * size + inputs.weights * size)
 
@@ -267,14 +264,12 @@ def input_work(config: TrainConfig, inputs: InputWork, count: int) -> Work:
 def predicted_collectives(
     config: TrainConfig, shape: Shape, plan: BatchPlan, mesh: Mesh, slices: int = 1
 ) -> Iterator[Collective]:
-    """The collectives of an update on a mesh: first those of weights and gradients, whose bytes no tokens change.
+    """Yields the collectives of an update on a mesh: first of weights and gradients, then of activations.
 
-    A layer's tensors are gathered over fsdp as they are stored, trained ones in bf16; with remat=blocks those of most
-    layers once more. In each pass the gradient of a trained matrix is reduce-scattered in bf16, an MLP's for each tile
-    of its tokens, and all-reduced over data: within each slice, then between the slices.
-
-    The rows of the embedding are exchanged. The loss gathers hidden states over fsdp and reduce-scatters their
-    gradient. Over model, activations of (T, H) are all-reduced.
+    A layer's tensors are gathered over fsdp in their stored form, trained ones in bf16; remat=blocks gathers most
+    layers once more. Each pass reduce-scatters a trained matrix's gradient in bf16 (in an MLP once per tile) and
+    all-reduces it over data, within each slice and then between slices. The embedding's rows are exchanged. The loss
+    gathers hidden states over fsdp and reduce-scatters their gradient. The model axis all-reduces (T, H) activations.
     """
     passes, tokens = plan.gradient_accumulation, plan.batch_size * config.data.max_length // mesh.context
     shards = mesh.weight_shards
@@ -300,7 +295,7 @@ def predicted_collectives(
     data = mesh.data // slices
     if data > 1:
         yield exposed("all-reduce of gradients", passes, passes * 2 * summed * (data - 1) / data)
-    if slices > 1:  # each device of a slice sends an equal part
+    if slices > 1:  # a slice's devices send equal parts
         sent = passes * 2 * summed / data * (slices - 1) / slices
         yield exposed("all-reduce between slices", passes, sent, over_dcn=True)
 
@@ -320,23 +315,17 @@ def predicted_collectives(
 
 
 def blocks_share(config: TrainConfig, shape: Shape) -> float:
-    """The share of layers that a step recomputes twice."""
+    """Returns the share of layers that a step recomputes twice."""
     return shape.recomputed_twice if config.optim.remat == "blocks" else 0.0
 
 
 def _between_tokens(config: TrainConfig, shape: Shape, mesh: Mesh, passes: int, tokens: int) -> Iterator[Collective]:
-    """The collectives of attention over the context axis, in each forward pass of a layer and in its backward pass.
+    """Yields the collectives of attention over the context axis, in each forward and backward pass of a layer.
 
     Queries, keys, values and outputs exchange heads for tokens. If the axis does not divide the key-value heads, keys
-    and values are gathered, and their gradients are all-reduced. Queries, outputs and their gradients then go to other
-    devices and back in two halves, and the logs of sums, whose bytes do not count (see `pallas._balanced`).
-
-    Args:
-        config: the run.
-        shape: of the whole model.
-        mesh: its context axis may be 1: then there are none.
-        passes: of an update.
-        tokens: bytes of one number of each token of a device.
+    and values are gathered, and their gradients all-reduced. Queries, outputs and their gradients then move to other
+    devices and back in two halves, with logs of sums, whose bytes are not counted (see `pallas._balanced`).
+    `tokens` is the size in bytes of one number for each token of a device.
     """
     again = int(config.optim.recomputes) + blocks_share(config, shape)
     others, times = mesh.context - 1, 2 + again
@@ -355,12 +344,12 @@ def _between_tokens(config: TrainConfig, shape: Shape, mesh: Mesh, passes: int, 
 
 
 def exposed(kind: str, count: int, moved: float, *, over_dcn: bool = False) -> Collective:
-    """Returns collectives that no computation hides."""
+    """Returns collectives that do not overlap with computation."""
     return Collective(kind, count, moved, moved, over_dcn)
 
 
 def link_seconds(collectives: Iterable[Collective], chip: Chip, *, synchronous: bool = False) -> float:
-    """Seconds that collectives take on a device's links in one direction; of all, or of the synchronous part."""
+    """Returns the seconds of all collectives, or of their synchronous part, on a device's links in one direction."""
     links, network = (chip.ici_bandwidth or 100e9) / 2 * ICI_EFFICIENCY, (chip.dcn_bandwidth or 3e9) * DCN_EFFICIENCY
     return chip.devices_per_chip * sum(
         (one.synchronous if synchronous else one.moved) / (network if one.over_dcn else links) for one in collectives
@@ -368,7 +357,7 @@ def link_seconds(collectives: Iterable[Collective], chip: Chip, *, synchronous: 
 
 
 def per_device(shape: Shape, mesh: Mesh) -> Shape:
-    """The model as the products of one device see it: its part of the heads, the MLP's columns and the vocabulary."""
+    """Returns the shape of one device's products: its part of the heads, the linear layers and the vocabulary."""
     parts = mesh.model
     if parts == 1:
         return shape
@@ -386,10 +375,7 @@ def per_device(shape: Shape, mesh: Mesh) -> Shape:
 
 
 def _forward(shape: Shape, dtype: str, tokens: int, length: int, chunks: int, seen: float) -> Work:
-    """The work of a model that is not trained: its logits, with a third of the traffic of forward and backward.
-
-    Without chunks of the logits, the head is not computed.
-    """
+    """Returns the work of a forward pass: a third of a step's traffic, and the output layer if `chunks` is not 0."""
     head, compute = shape.vocabulary * shape.hidden, item_bytes(dtype)
     flops = tokens * shape.flops(1, 0, 0) + 2 * tokens * (_scores(shape, length) * seen + head * bool(chunks))
     traffic = _between(shape, tokens, compute, length) / 3 + shape.linear_weights * WEIGHT_BYTES[dtype]
@@ -397,13 +383,12 @@ def _forward(shape: Shape, dtype: str, tokens: int, length: int, chunks: int, se
 
 
 def model_flops(config: TrainConfig, shape: Shape) -> float:
-    """FLOPs of a token in training, forward and backward, by the convention of MFU.
+    """Returns the FLOPs per token of training, forward and backward, by MFU's convention.
 
-    A product takes 2 FLOPs per weight and token forward, 2 for the gradient of its input and, if it is trained, 2 for
-    the gradient of its weight (Kaplan et al. 2020, section 2.1). Attention takes 4 * layers * width * length forward
-    and twice that backward, over the whole row (Chowdhery et al. 2022, PaLM, appendix B). Recomputation does not count.
-    Quantised weights count as the numbers that they encode. A layer's experts, and their adapters, count if a token is
-    sent to them.
+    A product takes 2 FLOPs per weight and token forward, 2 for its input's gradient and, if the weight is trained, 2
+    for the weight's gradient (Kaplan et al. 2020, section 2.1). Attention takes 4 * layers * width * length forward and
+    twice that backward, over the whole row (Chowdhery et al. 2022, PaLM, appendix B). Recomputation does not count, nor
+    do padding and the experts that a token is not sent to. A quantised weight counts as one weight.
     """
     frozen = int(config.lora.r > 0)  # a frozen weight has no gradient
     padding = sum(count * each.chosen * each.padding for kind, count in shape.counted for each in kind.experts)
@@ -413,7 +398,7 @@ def model_flops(config: TrainConfig, shape: Shape) -> float:
 
 
 def _outside(config: TrainConfig, shape: Shape) -> float:
-    """FLOPs of a token in the products outside of layers, which are not traced, forward and backward."""
+    """Returns the FLOPs per token of products outside layers, which are not traced, forward and backward."""
     lora, last = config.lora, f".{shape.ends[1]}"
     full = not lora.r or any(shape.tied or last.endswith(f".{name}") for name in lora.full or ())
     others = sum(one.inputs * one.outputs for one in shape.linears_outside)
@@ -421,7 +406,7 @@ def _outside(config: TrainConfig, shape: Shape) -> float:
 
 
 def _adapters(config: TrainConfig, shape: Shape) -> float:
-    """Elements of the adapters' matrices that a token is multiplied with: not those that it looks up a row of."""
+    """Returns the elements of the adapters' matrices that a token is multiplied with, without looked-up tables."""
     shares = {f".{each.path}.": each.chosen / each.count for kind in shape.kinds for each in kind.experts}
     return sum(
         math.prod(one.shape) * next((share for path, share in shares.items() if path in one.name), 1.0)
@@ -431,7 +416,7 @@ def _adapters(config: TrainConfig, shape: Shape) -> float:
 
 
 def _scores(shape: Shape, length: int) -> float:
-    """Multiplications of a token in the scores of all layers, and in their product with the values: 2 S n d a layer."""
+    """Returns a token's multiplications in all layers' scores and their products with the values: 2 S n d a layer."""
     return 2.0 * length * sum(count * kind.heads * kind.head_dim for kind, count in shape.counted)
 
 
@@ -440,25 +425,17 @@ def _key_blocks(length: int) -> int:
 
 
 def _is_fused(kind: Layer, rows: float, length: int, size: int) -> bool:
-    """Whether attention's backward pass is one kernel; as of a layer without a window, which a shape does not have."""
+    """Whether attention's backward pass is one kernel, if the layer has no window; shapes do not have windows."""
     return is_fused(rows, kind.heads, length, kind.head_dim, size)
 
 
 def _seen(attention: str, length: int) -> float:
-    """The share of the scores that attention computes: a kernel leaves out the blocks after the diagonal."""
+    """Returns the share of the scores that attention computes: the kernel skips blocks after the diagonal."""
     return 1.0 if attention == "sdpa" else (1 + 1 / _key_blocks(length)) / 2
 
 
 def _between(shape: Shape, tokens: int, size: int, length: int, tiled: bool = False) -> float:
-    """Bytes of the traffic between the products of all layers in a step.
-
-    Args:
-        shape: of the model.
-        tokens: of a pass.
-        size: bytes of a value.
-        length: of a row.
-        tiled: whether MLPs run over tiles.
-    """
+    """Returns the bytes of traffic between all layers' products in a step, for values of `size` bytes."""
     moved = 0.0
     for kind, count in shape.counted:
         states = tokens * shape.hidden * size
@@ -476,14 +453,14 @@ def _between(shape: Shape, tokens: int, size: int, length: int, tiled: bool = Fa
 
 
 def _spilled(size: float) -> float:
-    """The share of an array of so many bytes that is not on the chip."""
+    """Returns the share of an array of `size` bytes that does not fit on the chip."""
     return max(0.0, 1 - ON_CHIP / size) if size else 0.0
 
 
 def _added(config: TrainConfig, shape: Shape, tokens: int) -> float:
-    """Elements of a token in the inputs and outputs of products to which an adapter's product is added by itself.
+    """Returns a token's elements in inputs and outputs of linear layers whose adapter is a separate product.
 
-    `activation_checkpointing` joins both into one product in the tiles of an MLP, and everywhere with remat=none.
+    `activation_checkpointing` joins base and adapter in the tiles of an MLP, and everywhere with remat=none.
     """
     lora, optim = config.lora, config.optim
     joins = config.model.base_dtype in ("bf16", "fp32") and not (lora.dora or lora.dropout or config.launch.mesh)
@@ -498,9 +475,7 @@ def _added(config: TrainConfig, shape: Shape, tokens: int) -> float:
 
 
 def step_time(done: Work, chip: Chip, measured: float | None = None) -> StepTime:
-    """Estimates the seconds of some work on a chip's devices.
-
-    The synchronous part of the collectives is exposed, and of the rest what takes longer than the computation.
+    """Estimates the seconds of some work on each of a chip's devices.
 
     Raises:
         ValueError: the chip's speed is not known.
@@ -517,7 +492,7 @@ def step_time(done: Work, chip: Chip, measured: float | None = None) -> StepTime
 def timed(
     compute: float, memory: float, collectives: Iterable[Collective], chip: Chip, measured: float | None = None
 ) -> StepTime:
-    """Adds the part of the collectives that computation does not hide; see `step_time`."""
+    """Adds the collectives' synchronous part, and the time by which the rest exceeds the computation."""
     moved = list(collectives)
     exposed = link_seconds(moved, chip, synchronous=True)
     exposed += max(0.0, link_seconds(moved, chip) - exposed - compute - memory)
@@ -527,10 +502,9 @@ def timed(
 def predict_time(
     config: TrainConfig, shape: Shape, where: TargetSlice, compiled: Mapping[str, Compiled] | None = None
 ) -> StepTime:
-    """Estimates the seconds of a step on a slice, and of an update's part of a rollout.
+    """Estimates the seconds of a step on a slice, and of an update's share of a rollout with the longest completions.
 
-    They are those of the compiler's cost model; of the formula without `compiled`, or where a program does not fit. All
-    completions of a rollout count at their longest.
+    The compiler's cost model gives the times; without `compiled`, or if a program does not fit, the formula does.
     """
     config = seen_on(where.device_type, config)
     update, rollout = predicted_work(config, shape, where)
@@ -557,10 +531,10 @@ def predict_time(
 
 
 def predicted_work(config: TrainConfig, shape: Shape, where: TargetSlice) -> tuple[Work, dict[str, Work]]:
-    """The work on one device of an update; and of each program of a rollout, with its prompts at their widest.
+    """Returns the work on one device of an update, and of each program of a rollout with the widest prompts.
 
-    A decode step reads the weights, all slots of the cache, and the logits several times. On a mesh each device
-    multiplies with its part of the weights; the inputs of products and the logits are gathered.
+    A decode step reads the weights, all slots of the cache, and the logits several times. On a mesh a device multiplies
+    with its part of the weights, and gathers the products' inputs and the logits.
     """
     plan = update_plan(config, where.replicas)
     update = work(config, shape, plan, where.mesh, where.slices)
@@ -605,7 +579,7 @@ def predicted_work(config: TrainConfig, shape: Shape, where: TargetSlice) -> tup
 
 
 def factors() -> Mapping[str, float]:
-    """The assumptions, by name."""
+    """Returns the assumptions by name."""
     return {
         "MXU_EFFICIENCY": MXU_EFFICIENCY, "HBM_EFFICIENCY": HBM_EFFICIENCY, "ICI_EFFICIENCY": ICI_EFFICIENCY,
         "DCN_EFFICIENCY": DCN_EFFICIENCY, "HOST_SECONDS": HOST_SECONDS,
