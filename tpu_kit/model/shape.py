@@ -132,7 +132,7 @@ class Layer:
     norm_follows: bool
     experts: tuple[Experts, ...]
     state: int
-    products: tuple[float, float, float]
+    products: tuple[float, ...]
     forward: Alive
     backward: Alive
     saved: float

@@ -71,7 +71,8 @@ class InputWork:
     def flops(self) -> float:
         """Of an image: its tower forward, the projector, also backward where it is trained, and the one-hot product.
 
-        A tower's patches all see each other.
+        A tower's patches all see each other. It is not traced as layers are: patches and pictures are the run's, so
+        that each plan would trace a tower again.
         """
         times = 3 if self.trains else 1
         tower = self.patches * sum(map(math.prod, self.tower)) + 2 * self.layers * self.patches**2 * self.size
