@@ -1,10 +1,10 @@
 """Compares the LoRA step of `train` with TRL's SFTTrainer on an NVIDIA GPU: `python -m tests.benchmarks.cuda`.
 
-Both get a Qwen2.5 shape with random weights in bf16, LoRA r=16 on all linear layers in fp32, AdamW, and rows of 1,024
-tokens; remat=full beside gradient checkpointing, remat=none beside none. TRL gets whole rows of one document, its
-fastest case: it needs no mask. The kit gets rows packed of documents of about 300 tokens. Both processes are on the
-GPU at once and take turns of some updates, the other one waiting, so that the state of the card meets both alike.
-Tokens are positions of rows. MFU counts what `cost.model_flops` does, without recomputation.
+Both train a Qwen2.5 shape with random bf16 weights, LoRA r=16 on all linear layers in fp32, AdamW, and rows of 1,024
+tokens. remat=full is compared with gradient checkpointing, remat=none with none. TRL gets rows of a single document,
+its fastest case, which needs no mask. The kit gets rows packed with documents of about 300 tokens. Both processes hold
+the GPU at once and alternate: one makes some updates while the other waits, so that the state of the card affects both
+equally. Tokens are positions of rows. MFU counts the FLOPs of `cost.model_flops`, without recomputation.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Compares the memory formula with the TPU compiler, as tables: `python -m tests.benchmarks.formula`.
 
-The compiler's answers are those of tests/recorded_memory.json. With --missing those that it lacks are asked for and
-recorded, with --compile all of them; each is written when it comes, and what the compiler has said of a program before
-is taken from its cache, so either goes on where it was interrupted. With --draw it asks for the steps that `drawn`
-named once: none was chosen by hand, and none is drawn again. The "later" steps were compiled when the formula was done:
-five of another seed, and four of kinds that had been far off. --readme puts their last lines into
+The compiler's answers are in tests/recorded_memory.json. `--missing` compiles the configurations that have no answer,
+and `--compile` all of them. Each answer is written as soon as it is known, and programs compiled before come from a
+cache, so an interrupted run can be continued. `--draw` compiles the configurations that `drawn` chose once at random;
+they are not drawn again. The "later" configurations were compiled after the formula was finished: eight from another
+seed, and four of kinds with large errors. `--readme` writes the last lines of the tables into
 tpu_kit/planning/README.md.
 """
 
@@ -134,7 +134,7 @@ The error is the formula's excess over the compiler:
 - drawn, {of_drawn};
 - compiled later, {of_later}.
 
-`--draw` draws models, slices, lengths, rows and settings with a fixed seed. The later steps include the five smallest
+`--draw` draws models, slices, lengths, rows and settings with a fixed seed. The later steps include the eight smallest
 of the seed 20261129, and four of kinds that had large errors: int4, and all weights on a mesh. These showed an error of
 -9.0 % if the loss has more than two chunks, because the formula left out the gradient of the output layer's shard;
 it now counts. Steps below 1.5 GiB are overestimated by up to 18 %.

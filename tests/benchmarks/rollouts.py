@@ -1,7 +1,7 @@
 """Prints the compiled memory of reinforcement learning's programs as a table: `python -m tests.benchmarks.rollouts`.
 
-The compiler's answers are those of tests/recorded_rollouts.json. With --compile they are asked for again, some minutes
-each; answers for known programs come from the compiler's cache. --readme puts the largest program of each run into
+The compiler's answers are in tests/recorded_rollouts.json. `--compile` compiles all programs again, some minutes per
+program; programs compiled before come from a cache. `--readme` writes the largest program of each run into
 tpu_kit/planning/README.md.
 """
 

@@ -1,8 +1,8 @@
 """Compares a step's time by formula with the TPU compiler's cost model: `python -m tests.benchmarks.step_times`.
 
-The compiler's answers are those of tests/recorded_times.json, for settings that were drawn once of three models; none
-was chosen by hand. With --missing those that it lacks are compiled and recorded, each when it comes. --readme puts the
-last line into tpu_kit/planning/README.md.
+The compiler's answers are in tests/recorded_times.json, for settings of three models that were drawn once at random.
+`--missing` compiles the settings without an answer and writes each answer at once. `--readme` writes the last line of
+the table into tpu_kit/planning/README.md.
 """
 
 from __future__ import annotations

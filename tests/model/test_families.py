@@ -91,7 +91,7 @@ def test_in_a_loop_on_the_cpu_logits_and_gradients_are_those_of_transformers(fam
     worst = max(found, key=found.__getitem__)
     print(f"{family:30} {rank} logits {found['logits']:.1e} gradients {found[worst]:.1e} {worst}")
     limit = 1e-4 if family in STATES else 1e-5
-    if found[worst] > limit:  # sharp attention amplifies rounding, transformers' own as well
+    if found[worst] > limit:  # sharp attention amplifies rounding, in transformers too
         own = max(layer_functions.rounding(config, model).values())
         print(f"{family:30} {rank} transformers in fp32 against fp64 {own:.1e}")
         assert found[worst] <= own

@@ -43,7 +43,7 @@ def run(*settings: str) -> TrainConfig:
 
 
 def counted(model: Any) -> float:
-    """FLOPs per token of one forward and backward pass, counted operator by operator by torch."""
+    """FLOPs per token of a forward and backward pass, counted by torch per operator."""
     model.enable_input_require_grads()  # else the first layer makes none
     with FlopCounterMode(display=False) as counter:
         model(input_ids=torch.randint(96, (1, LENGTH))).logits.sum().backward()
@@ -61,7 +61,7 @@ def test_flops_for_mfu_are_those_of_the_whole_model(family: str) -> None:
 
 
 def test_flops_for_mfu_of_an_8b_model_and_of_trained_embeddings() -> None:
-    """Four for each number in the matrices of Llama 3.1 8B, 6.98e9 in layers and 0.53e9 in the head, and attention."""
+    """Four per number in Llama 3.1 8B's matrices (6.98e9 in layers, 0.53e9 in the head), plus attention."""
     shape = read_shape(ModelConfig(name="meta-llama/Llama-3.1-8B-Instruct"))
     layer, head = 2 * 4096 * 4096 + 2 * 4096 * 1024 + 3 * 4096 * 14336, 128256 * 4096
     adapters = 32 * (2 * 8192 + 2 * 5120 + 3 * 18432)

@@ -136,7 +136,7 @@ def test_a_run_that_began_anew_is_not_to_begin_anew_again(tmp_path: Path) -> Non
     error = LaunchError(f"rank 0 failed:\nRuntimeError: {OUT_OF_MEMORY}", 0)
     nothing = out_of_memory(error, outlook)
     assert nothing is not None and "resume" not in nothing.overrides and "it starts anew" in str(nothing)
-    for step, changes, goes_on in ((3, {}, True), (4, {"r": 4}, False)):  # the newest is of another run, then
+    for step, changes, goes_on in ((3, {}, True), (4, {"r": 4}, False)):  # the newest is then of another run
         with CheckpointManager(tmp_path / "run" / "checkpoints", keep=9) as writer:
             writer.save(step, {}, {"config": load_config(None, {**settings, **changes}).to_dict()}, {})
         found = out_of_memory(error, outlook)

@@ -598,7 +598,7 @@ def test_the_report(small: Path, large: Path, capsys: pytest.CaptureFixture[str]
     printed, note = capsys.readouterr()
     assert note.startswith("Planned for a v5e, because --chip names no TPU. On a GPU, `train` prints the memory")
     assert "the least harmful first" in printed and "the unchanged run fits" in printed
-    assert " - " in printed.splitlines()[3], "no seconds and no dollars of what does not fit"
+    assert " - " in printed.splitlines()[3], "no seconds and no dollars if nothing fits"
     assert "No hours and no cost: data.source=rows.jsonl is not on this machine" in printed
     assert "the longest context of one row is" in printed
 

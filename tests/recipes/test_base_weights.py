@@ -135,7 +135,7 @@ def test_an_adapter_is_not_used_on_other_weights(
         generate(run_config(world, tmp_path / "other", NAME, revision="main"), prompts, short,
                  adapter_dir=adapters[NAME])  # fmt: skip
     assert generate(runs[NAME], prompts, short, adapter_dir=adapters[NAME]) == before[NAME]
-    with pytest.raises(ValueError, match="was trained on other base weights"):  # whose adapter names no code that runs
+    with pytest.raises(ValueError, match="was trained on other base weights"):  # trusted code is not pinned
         base_of_adapter(replace(runs[NAME].model, trust_remote_code=True), adapters[NAME])
     exported = Path(export(tmp_path / "run-1", "adapter").folder)
     assert json.loads((exported / "base.json").read_text())["commit"] == OLD

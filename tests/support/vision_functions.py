@@ -189,7 +189,7 @@ def smolvlm(kind: Any = SmolVLMConfig) -> Any:
 _generator = threading.Lock()  # replicas of XLA:CPU are threads, and share torch's generator
 CONFIGS = {"gemma4_unified": unified, "gemma4": gemma4, "smolvlm": smolvlm, "gemma3": gemma3, "qwen2_5_vl": qwen2_5_vl,
            "qwen3_5": qwen3_5, "qwen3_vl": qwen3_vl, "lfm2_vl": lfm2_vl}  # fmt: skip
-ALSO = {"idefics3": lambda: smolvlm(Idefics3Config)}  # as SmolVLM, but for its processor's class
+ALSO = {"idefics3": lambda: smolvlm(Idefics3Config)}  # like SmolVLM except for the processor's class
 
 
 def build(config: Any) -> Any:
@@ -204,7 +204,7 @@ def build(config: Any) -> Any:
                 any(part in name for part in ("vision_tower", "vision_model", "visual", "linear_attn"))
                 and parameter.dim() > 1
             ):
-                parameter.mul_(0.4)  # sharp attention amplifies rounding, transformers' own as well
+                parameter.mul_(0.4)  # sharp attention amplifies rounding, in transformers too
             if "language_model" in name and name.endswith(("self_attn.out_proj.weight", "q_layernorm.weight")):
                 parameter.mul_(4)  # or the convolutions of LFM2 decide nearly alone
         for name, buffer in model.named_buffers():

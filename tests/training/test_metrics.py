@@ -1,4 +1,4 @@
-"""The numbers of a run: rates by hand-made clocks, files read back."""
+"""Metrics of a run: rates under a controlled clock, and files read back."""
 
 from __future__ import annotations
 

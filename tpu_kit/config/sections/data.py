@@ -179,8 +179,8 @@ class DataConfig:
     )
     image_tokens: int | None = knob(
         None,
-        "Maximum tokens of an image, for LFM2-VL and SmolVLM with its tiles; they set its resolution (Gemma 4: 70, 140, "
-        "280, 560 or 1120). null = the model's default, for Qwen at most 1,280.",
+        "Maximum tokens of an image (LFM2-VL and SmolVLM: with its tiles), which set its resolution (Gemma 4: 70, 140, "
+        "280, 560 or 1120); null = the model's default, for Qwen at most 1,280.",
         at_least=1,
     )
     num_proc: int | None = knob(None, "Processes that tokenize; null = by cores and rows.", at_least=1, at_most=1024)
