@@ -6,11 +6,10 @@ from tests.support import prose
 
 # Room -> the most sentences of the kinds together. A room that is rewritten lowers its figure.
 MOST = {
-    ".": 21, "notebooks": 47, "tests": 970, "tpu_kit": 3, "tpu_kit/assets": 2, "tpu_kit/config": 103,
-    "tpu_kit/data": 45, "tpu_kit/distributed": 5, "tpu_kit/exporting": 90, "tpu_kit/extras": 49,
-    "tpu_kit/generation": 123, "tpu_kit/machine": 4, "tpu_kit/model": 201, "tpu_kit/notebook": 4,
-    "tpu_kit/planning": 180, "tpu_kit/recipes": 34, "tpu_kit/torch_tpu": 30, "tpu_kit/training": 232,
-    "tpu_kit/xla": 59,
+    ".": 3, "notebooks": 10, "tests": 12, "tpu_kit": 0, "tpu_kit/assets": 2, "tpu_kit/config": 3, "tpu_kit/data": 30,
+    "tpu_kit/distributed": 4, "tpu_kit/exporting": 0, "tpu_kit/extras": 0, "tpu_kit/generation": 4,
+    "tpu_kit/machine": 0, "tpu_kit/model": 6, "tpu_kit/notebook": 2, "tpu_kit/planning": 33, "tpu_kit/recipes": 0,
+    "tpu_kit/torch_tpu": 2, "tpu_kit/training": 3, "tpu_kit/xla": 0,
 }  # fmt: skip
 
 
