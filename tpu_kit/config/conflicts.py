@@ -397,7 +397,7 @@ def _stream_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
 
 
 def _image_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
-    """Yields the contradictions with images."""
+    """Yields (names, problem), as `conflicts` does, for parameters that model.images=true does not allow."""
     if not config.model.images:
         return
     of_text = "is for text alone, but model.images=true trains on rows with images; "

@@ -283,9 +283,9 @@ class PackedDataset:
             rows: row numbers; -1 gives an empty row (no segment, no label).
 
         Returns:
-            input_ids, labels and position_ids, int64 (rows, length), and segment_ids, int32 (rows, length): 1, 2, ...
-            for the documents and 0 in empty slots (TPU attention kernels need int32). Labels are the input ids if they
-            carry loss, else -100, and are not shifted. `columns` and `further` add their tensors.
+            input_ids, labels and position_ids, int64 (rows, length), and segment_ids, int32 for TPU attention kernels:
+            1, 2, ... for the documents of a row and 0 in empty slots. Labels are the input ids where tokens carry loss,
+            else -100, and are not shifted. Also the tensors of `columns`, by name, and the tensors that `further` adds.
         """
         shape = (len(rows), self.length)
         ids, labels = np.full(shape, self.pad_id, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)

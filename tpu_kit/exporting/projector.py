@@ -174,7 +174,7 @@ def _processor(tuned: TunedModel) -> Any:
 
 
 def compare_pictures(tuned: TunedModel, model: Path, projector: Path) -> tuple[list[LogitComparison], list[str]]:
-    """Compares llama.cpp's answers about pictures with the tuned model's.
+    """Compares llama.cpp's answers about drawn pictures with the tuned model's.
 
     Args:
         tuned: the merged model.
@@ -182,10 +182,10 @@ def compare_pictures(tuned: TunedModel, model: Path, projector: Path) -> tuple[l
         projector: the vision part's file.
 
     Returns:
-        The comparison; or, if llama.cpp makes other tokens, a note that nothing was compared.
+        The comparison, without notes; or only a note, if llama.cpp and the run count different tokens in a prompt.
 
     Raises:
-        ValueError: the answers differ by more than the limits.
+        ValueError: the answers differ by more than the limits for `PICTURES`.
     """
     from tpu_kit.data.images.chats import carried, encode
     from tpu_kit.data.images.prompts import png

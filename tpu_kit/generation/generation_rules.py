@@ -196,7 +196,7 @@ class ModelDefaults:
 
     @classmethod
     def of(cls, config: Any) -> ModelDefaults:
-        """Reads transformers' `GenerationConfig`, None if the model has none; raises as `GenerationRules.of`."""
+        """Reads a `GenerationConfig` (None: no settings); raises ValueError if transformers does not take a setting."""
         if config is None:
             return cls({}, (), NO_RULES, {}, {}, {})
         given = {name: value for name, value in config.to_dict().items() if value is not None}

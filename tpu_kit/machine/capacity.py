@@ -28,10 +28,10 @@ def _folder(config: TrainConfig) -> Path:
 
 
 def model_bytes(config: TrainConfig) -> tuple[float | None, bool]:
-    """Returns the bytes of the saved base weights, and whether they are on this machine.
+    """Returns the bytes of the base weights before they are quantized, and whether the model is a folder here.
 
-    A folder counts its safetensors files, or else its .bin files. A GGUF file counts four times: its 4 bits become 16.
-    A hub id counts the parameters in its name ("8B") times the bytes of `base_dtype`; None if the name has no number.
+    A folder counts its safetensors files, or else its .bin files; a GGUF file counts four times its size, from 4 bits
+    to 16. A hub id, also in the cache, counts the number in its name ("8B") times 2 bytes, 4 in fp32; None without it.
     """
     name, gguf, folder = config.model.name, config.model.gguf_file, _folder(config)
     if folder.is_dir():

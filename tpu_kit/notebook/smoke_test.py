@@ -78,8 +78,8 @@ def measure_cores(config: TrainConfig) -> dict[str, Any]:
     Returns:
         A dictionary with the keys
 
-        - cores: a row per replica with its sum of rank + 1 over the replicas, its TFLOP/s, and the GiB of device memory
-          in use, if the device counts them;
+        - cores: a dictionary per replica: rank, the all-reduced sum of every rank + 1, TFLOP/s, and the GiB of device
+          memory in use, if the device reports them;
         - compiles, fallbacks: programs compiled and operations run on the host while the program was repeated.
     """
     rt = runtime.current()

@@ -161,10 +161,10 @@ def _completed(plan: RunPlan, prepared: Prepared, rt: Runtime) -> RunPlan:
 
 
 def _confirm(plan: RunPlan, rt: Runtime, checkpoints: CheckpointManager | None) -> None:
-    """Takes the folder over on rank 0, and confirms that the run resumes from the planned checkpoint.
+    """Checks on rank 0, which alone has `checkpoints`, that the run resumes from the planned checkpoint.
 
-    Raises:
-        Outdated: on all hosts, if the newest good checkpoint is not the planned checkpoint.
+    With resume=never, all checkpoints first move to `<place>.previous`. Otherwise damaged checkpoints are set aside.
+    Raises Outdated (with several hosts on all ranks) if another checkpoint is the newest that is not damaged.
     """
     text, point = "", plan.resume_point
     if checkpoints is not None:

@@ -370,7 +370,7 @@ class TracedSteps:
     def update(
         self, batches: Sequence[Mapping[str, torch.Tensor]], control: torch.Tensor
     ) -> tuple[Callable[..., Any], int, Any, Any, Any, torch.Tensor]:
-        """Returns an update as a function of all tensors it reads, the number of donated tensors, and the arguments."""
+        """Returns a pure update, how many first tensors to donate, and arguments: changed, frozen, batches, control."""
         state = self._state
 
         def update(changed: Any, frozen: Any, batches: Any, control: torch.Tensor) -> Any:

@@ -161,10 +161,10 @@ def _own_kernel(kernel: Any, shards: int) -> Any:
 
 @functools.cache
 def causal_masks() -> tuple[Any, Any]:
-    """Returns subclasses of JAX's causal masks, without and with a window, that are faster to process.
+    """Returns subclasses of splash attention's causal masks, without and with a window, for faster tracing.
 
-    For each pair of blocks, JAX checks repeatedly whether any or all of its booleans are true; 131,072 tokens have more
-    than 1e10 booleans. Here a block that is entirely visible or hidden is a single boolean.
+    On the host, JAX tests several times whether a block of queries sees any or all keys of a block; 131,072 tokens have
+    more than 1e10 pairs. Here a pair of blocks that is entirely visible or hidden is a single boolean.
     """
     import numpy as np
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks

@@ -19,17 +19,17 @@ _ALIKE = 0.05  # largest share of reference rows that look randomly drawn; with 
 
 
 def new_tokens(model: ModelConfig, text: Any, tokenizer: Any, used: np.ndarray) -> tuple[str, ...]:
-    """Returns the texts of new tokens among the used tokens.
+    """Returns the texts of used tokens that were added to the tokenizer and whose embeddings were never trained.
 
-    A row of the embeddings is new if it still has an initial value of a library: the mean of all rows (transformers,
-    Unsloth), zeros, or numbers drawn with the model's initializer_range. Not detected: rows copied from a trained row,
-    and models whose weights are not in safetensors files on this machine.
+    Such an embedding still has the value that a library gave it: the mean of all embeddings (transformers, Unsloth),
+    zeros, or numbers drawn with the model's initializer_range. Not detected: embeddings copied from trained ones, and
+    models whose weights are not in safetensors files on this machine.
 
     Args:
         model: the base model.
-        text: transformers' text configuration of the model; None if it cannot be read.
+        text: transformers' text configuration of the model; None if it cannot be read: then no token is found.
         tokenizer: the model's tokenizer.
-        used: token ids of the rows, in any shape.
+        used: token ids in the data, in any shape.
     """
     added = {number: token.content for number, token in tokenizer.added_tokens_decoder.items()}
     numbers = np.intersect1d(used, np.fromiter(added, dtype=np.int64)).tolist()

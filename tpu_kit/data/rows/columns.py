@@ -325,7 +325,10 @@ def detect_layout(
 def _column_of(
     role: str, columns: Sequence[str], named: Mapping[str, str], skipped: Collection[str], kinds: Mapping[str, str]
 ) -> str | None:
-    """Returns the column of a role by `data.columns`, or else by the names of columns that are not skipped."""
+    """Returns a role's column in `named` (from data.columns), or else the unskipped column with a usual name, or None.
+
+    `kinds`, by column, is only for answers that are tool calls. Raises ValueError if several columns have usual names.
+    """
     if role in named:
         return named[role] or None
     by_name = [column for column in columns if column not in skipped]

@@ -300,7 +300,7 @@ def picture_of(part: Mapping[str, Any]) -> Any:
 
 
 def _read_parts(parts: list[Any], name: str, images: list[Any] | None = None) -> tuple[str, str]:
-    """Returns text and reasoning of a content in parts; adds its images to `images`, None for an image of a column."""
+    """Returns text and reasoning of a list of parts; appends pictures to `images`, None for pictures in a column."""
     texts, thoughts = [], []
     for part in parts:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
@@ -409,10 +409,10 @@ def are_calls(value: Any) -> bool:
 
 
 def read_calls(value: Any, name: str) -> list[dict[str, Any]]:
-    """Reads tool calls, also from JSON text, and decodes their arguments.
+    """Converts calls, also in JSON text, to {"type": "function", "function": {"name": ..., "arguments": {...}}}.
 
     Raises:
-        RowError: a call has no name, or arguments that cannot be read.
+        RowError: a call has no function name, or arguments that cannot be read; `name` tells where the calls are.
     """
     calls = []
     for call in _decoded_list(value):

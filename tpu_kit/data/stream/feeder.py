@@ -111,13 +111,13 @@ def shards_from(
 
     Args:
         stream: the stream; without a folder, shards are tokenised here on demand.
-        place: a place in the first shard.
-        reader: number of this replica on its host.
-        readers: number of replicas on this host.
+        place: a place in the first shard, which is yielded whole.
+        reader: index of this replica on its host.
+        readers: count of replicas on this host; all yield every shard, and keep it until all begin the next shard.
         stopped: called while the next shard is not ready; if it returns True, the iterator ends.
 
     Raises:
-        ShardError: the process could not make a shard; the text is its error.
+        ShardError: the process could not make a shard; the message is the process's error.
     """
     number = place.epoch * stream.count + place.shard
     while True:

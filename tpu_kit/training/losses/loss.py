@@ -110,12 +110,12 @@ class SourcedLikelihood(Likelihood):
 def _in_one_pass(
     logits: torch.Tensor, labels: torch.Tensor, dtype: torch.dtype, grad: bool
 ) -> tuple[Tensors, torch.Tensor | None]:
-    """Computes `Likelihood` with its defaults: XLA reads the logits once, and writes no log-probabilities."""
+    """Returns the sum over tokens of `Likelihood` without options and, if `grad`, the logits' gradient in `dtype`."""
     is_label = torch.arange(logits.shape[-1], device=labels.device) == labels[:, None]
     carries = labels != IGNORE
     logits = logits - logits.amax(-1, keepdim=True)
     of_label = torch.where(is_label, logits, 0.0).sum(-1)
-    log_sum = logits.exp().sum(-1, keepdim=True).log()
+    log_sum = logits.exp().sum(-1, keepdim=True).log()  # XLA reads the logits once, and writes no log-probabilities
     loss = torch.where(carries, log_sum[:, 0] - of_label, 0.0).sum()
     if not grad:
         return [loss], None
