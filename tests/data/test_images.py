@@ -222,7 +222,7 @@ REFUSED = {
     "pipe": "image bad.png: this is not a regular file; name another",
     "base64 alone": r"image A{57}\.\.\.: a text of 8,000 characters is no path; if it is base64, give it as data:i",
     "web": "image https://a.b/c.png: images are not fetched from the web; download them first",
-    "text": "image bad.png: no picture of the kinds JPEG, PNG",
+    "text": "image bad.png: not a picture in the format JPEG, PNG",
     "16 bits": "image bad.png: its mode is I;16, with more than 8 bits a channel; convert it to RGB",
     "animated": "image bad.png: it is animated; give the pictures one by one",
     "bomb": r"image bad.png: 500001 x 100 pixels, more than 50,000,000; make it smaller",
@@ -637,9 +637,9 @@ def test_settings_of_processors_that_are_not_computed(models: Callable[[str], Mo
         model = ModelConfig(name=str(folder), base_dtype="fp32", images=True)
         return processors.image_processor(model, tokenizer_of(family), DataConfig(image_tokens=settings.get("tokens")))
 
-    with pytest.raises(ValueError, match=r"image_mean=\[0, 0, 0\], and images of qwen3_5 are computed with \[0.5, 0.5"):
+    with pytest.raises(ValueError, match=r"image_mean=\[0, 0, 0\], but images of qwen3_5 are computed with \[0.5, 0.5"):
         made("qwen3_5", image_mean=[0, 0, 0])
-    with pytest.raises(ValueError, match=r"image_mean=\[0, 0, 0\], and images of smolvlm are computed with \[0.5, 0.5"):
+    with pytest.raises(ValueError, match=r"image_mean=\[0, 0, 0\], but images of smolvlm are computed with \[0.5, 0.5"):
         made("smolvlm", image_mean=[0, 0, 0])
     with pytest.raises(ValueError, match=r"cuts pictures \(do_pan_and_scan\), which is not trained; set it to false"):
         made("gemma3", do_pan_and_scan=True)
@@ -673,7 +673,7 @@ def test_the_resolution_of_images(models: Callable[[str], ModelConfig]) -> None:
     whole, cut = of("lfm2_vl", 32), of("lfm2_vl", TOKENS + 3 * 64)
     assert whole.sizes.tokens == 32 and all(len(whole.tokens(*size)[1]) == 1 for size in ((60, 140), (400, 300)))
     assert 16 <= whole.tokens(60, 140)[1][0] <= 32 and cut.tokens(100, 300)[1][:-1] == [64] * 3
-    with pytest.raises(ValueError, match="image_tokens=3: a tile has 4; set at least that, or null"):
+    with pytest.raises(ValueError, match="image_tokens=3: a tile has 4 tokens; set at least that, or null"):
         of("smolvlm", 3)
 
 
@@ -685,7 +685,7 @@ def test_other_families_are_refused_before_the_files_of_their_processors_are_rea
 
 
 def test_a_model_without_images_is_refused(models: Callable[[str], ModelConfig]) -> None:
-    with pytest.raises(ValueError, match=r"model\.images=true: embedded has no part for images; set it to false"):
+    with pytest.raises(ValueError, match=r"model\.images=true: embedded has no vision part; set it to false"):
         processors.image_processor(ModelConfig(images=True), tokenizer_of("gemma4"), DataConfig())
     name = models("gemma4_unified").name
     settings = Path(name, "preprocessor_config.json")

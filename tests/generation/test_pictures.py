@@ -170,9 +170,9 @@ def test_commands_and_files_ask_about_pictures(
     for arguments, problem in (
         (["image=missing.png", "prompt=a"], ": no such file"),
         (["image=https://a.b/c.png", "prompt=a"], "images are not fetched from the web"),
-        (["image=pictures/asked.jsonl", "prompt=a"], "no picture of the kinds"),
+        (["image=pictures/asked.jsonl", "prompt=a"], "not a picture in the format"),
         ([*asked, "chat=false"], "chat=false, but pictures need a chat template"),
-        ([*asked, "model.name=embedded"], "embedded has no part for images: name a model that sees, such as google/"),
+        ([*asked, "model.name=embedded"], "embedded has no vision part: name a model that has, such as google/"),
         (
             ["image=pictures/photo.png", "prompt=<image> <image> a"],
             "(<image>) 2 times, and 1 pictures: give image=FILE",
@@ -257,7 +257,7 @@ def test_a_chat_goes_on_after_a_line_that_cannot_be_asked(tmp_path: Path, capsys
     finally:
         enter(None)
     said = capsys.readouterr().out.split("\n> ")
-    assert "it has the place of a picture (<image>) 1 times, and 0 pictures: give image=FILE for each" in said[1]
+    assert "places for pictures (<image>): 1; pictures: 0; give image=FILE for each" in said[1]
     (reply,) = generate(config, [[{"role": "user", "content": "What is 2 + 3?"}]], Sampling(NEW))
     assert said[2].strip() == reply.text.strip()
 

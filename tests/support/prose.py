@@ -1,4 +1,4 @@
-"""Counts kinds of sentences that are hard to read, by room: `python -m tests.support.prose [--show ROOM]`."""
+"""Counts hard-to-read sentences by room and kind: `python -m tests.support.prose [--show ROOM]`."""
 
 import ast
 import io
@@ -12,7 +12,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 LONGEST = 35
-"""A sentence with more words counts as long; guides to technical English ask for 15 to 20."""
+"""A sentence with more words is long; guides to technical English recommend 15 to 20."""
 PATTERNS = {
     "begins with Of": re.compile(r"^Of\b"),
     "relative what": re.compile(r"\bwhat\b(?!.*\?$)", re.IGNORECASE),
@@ -28,7 +28,7 @@ KINDS = (*PATTERNS, "long")
 
 
 def sentences(text: str) -> Iterator[str]:
-    """Splits `text` at blank lines, list items and the ends of sentences; code blocks and headings are left out."""
+    """Yields the sentences of `text`: paragraphs and list items split at sentence ends, without code and headings."""
     text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     text = re.sub(r"^#+ .*$", "", text, flags=re.MULTILINE)
     for part in re.split(r"\n\s*\n|\n(?=\s*(?:[-*|]|\d+\.) )|\n(?=\s*\w+: )|(?<=:)\n|(?<=\S) \| ", text):
@@ -39,11 +39,10 @@ def sentences(text: str) -> Iterator[str]:
 
 
 def texts_of_module(source: str, *, messages: bool = True) -> Iterator[str]:
-    """Yields the comments, the docstrings and, unless `messages` is false, the other texts of a Python file.
+    """Yields the comments and docstrings of a Python file and, if `messages`, its other string literals.
 
-    Adjacent lines with nothing but a comment are one text; a comment after code is a text of its own.
-
-    An expression in an f-string is read as one word.
+    Adjacent comment lines form one text; a comment after code is a separate text. An expression in an f-string counts
+    as one word.
     """
     lines: list[str] = []
     last = -1
@@ -77,7 +76,7 @@ def texts_of_module(source: str, *, messages: bool = True) -> Iterator[str]:
 def texts_of(path: Path) -> Iterator[str]:
     """Yields the prose of a Python file, a notebook's Markdown and code cells, or a Markdown file.
 
-    Other texts of tests are inputs, and messages of the package that are expected.
+    Other string literals of tests are skipped: they are inputs and expected messages.
     """
     if path.suffix == ".ipynb":
         for cell in json.loads(path.read_text())["cells"]:
@@ -93,7 +92,7 @@ def texts_of(path: Path) -> Iterator[str]:
 
 
 def hard_sentences() -> dict[str, dict[str, list[str]]]:
-    """Returns the sentences of each kind of `KINDS` by room: a folder of `tpu_kit`, `notebooks`, `tests`, or `.`."""
+    """Returns room -> kind -> sentences. A room is a folder of `tpu_kit`, `tpu_kit`, `notebooks`, `tests` or `.`."""
     by_room: dict[str, dict[str, list[str]]] = {}
     files = [*ROOT.glob("*.md"), *ROOT.glob("notebooks/*.ipynb")]
     for folder in (ROOT / "tpu_kit", ROOT / "tests"):
@@ -112,7 +111,7 @@ def hard_sentences() -> dict[str, dict[str, list[str]]]:
 
 
 def main() -> None:
-    """Prints the counts as a table, or with `--show ROOM` the sentences of a room."""
+    """Prints the counts as a table or, with `--show ROOM`, the sentences of a room."""
     by_room = hard_sentences()
     if sys.argv[1:2] == ["--show"]:
         for kind, found in by_room[sys.argv[2]].items():

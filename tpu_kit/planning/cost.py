@@ -1,8 +1,8 @@
 """Estimates the work of a step and its time.
 
-The time is the sum of the matrix products' time and of the HBM traffic's time between them, because a TPU overlaps few
-of them. Counts and efficiencies were fitted to the TPU compiler's cost model of v5e (`compiler.step_estimate`); nothing
-was timed on a TPU.
+The times of matrix products and of the HBM traffic between them are added, because a TPU overlaps little of them.
+Counts and efficiencies were fitted to the TPU compiler's cost model of v5e (`compiler.step_estimate`); nothing was
+timed on a TPU.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ SYNCHRONOUS_GATHERS = 0.1
 MODEL_REDUCES = 10
 """All-reduces of a layer's activations over the model axis per pass: forward, recomputation and backward."""
 STATES_TRAFFIC, TILES_TRAFFIC = 9.2, 15.0
-"""HBM traffic between a layer's products per step, over the bytes of its hidden states (T, H), for norms, residuals and
-casts; and the additional traffic of a tiled MLP, which slices and concatenates its tiles."""
+"""HBM traffic of norms, residuals and casts per layer and step, over the bytes of the hidden states (T, H); and the
+additional traffic of a tiled MLP, which slices and concatenates its tiles."""
 HEADS_TRAFFIC, PARTS_TRAFFIC = 54.0, 7.6
-"""The same over the bytes of queries, keys and values with heads padded to lanes, for rotary embeddings and kernel
-layouts; and for each block of keys after the first, as the kernel writes a gradient of the queries per block."""
+"""HBM traffic of rotary embeddings and kernel layouts, over the bytes of queries, keys and values with padded heads.
+The second is added per block of keys after the first, because the kernel writes a query gradient per block."""
 SPILLED_TRAFFIC, ON_CHIP = 63.0, 2**25
-"""Additional traffic of both, times the share of an array that does not fit into `ON_CHIP` bytes."""
+"""Additional traffic of hidden states and heads, times the share of an array that does not fit into `ON_CHIP` bytes."""
 ADDED_TRAFFIC = 3.8
-"""The same over the inputs and outputs of linear layers whose adapter is a separate product."""
+"""HBM traffic of linear layers with a separate product for the adapter, over their inputs and outputs."""
 LEAST_TRAFFIC = 1.15e8
 """Bytes whose transfer takes as long as a layer's small operations in a step, for any number of tokens."""
 KEPT_TRAFFIC = 4.0
@@ -64,7 +64,7 @@ INT4_TRAFFIC = 46.0
 LOSS_TRAFFIC = 2.0
 """HBM traffic of the loss, over the bytes of the fp32 logits."""
 ROWS_TRAFFIC = 6.0
-"""HBM traffic of the chosen experts' rows and of a vision tower's patches, over the inputs and outputs of their linear
+"""HBM traffic of the chosen experts' rows and a vision tower's patches, over the inputs and outputs of their linear
 layers: an assumption."""
 SCORES_TRAFFIC = 22.0
 """HBM traffic of sdpa's scores, over the bytes of one (B, n, S, S) array."""
@@ -94,8 +94,8 @@ class Collective:
     Attributes:
         kind: operation, such as "all-gather"; the formula adds the tensors, such as "all-gather of weights".
         count: number of operations.
-        moved: bytes that a device sends in one direction. In a ring of g devices, (g - 1) / g of an all-gather's result
-            or of a reduce-scatter's operand, and twice that for an all-reduce.
+        moved: bytes that a device sends in one direction. In a ring of g devices, it is (g - 1) / g of an all-gather's
+            result or a reduce-scatter's operand, and twice that for an all-reduce.
         synchronous: the part of `moved` that does not overlap with computation.
         over_dcn: whether slices exchange them over the data center network.
         bytes: size of the results, from the compiler.
@@ -195,10 +195,10 @@ def work(config: TrainConfig, shape: Shape, plan: BatchPlan, mesh: Mesh | None =
 def _work(config: TrainConfig, shape: Shape, plan: BatchPlan, context: int = 1) -> Work:
     """Returns the work of one update on a device that computes all products of `shape` for a part of the tokens.
 
-    A layer's FLOPs are traced (`Layer.products`). The trace has no adapters, no matrices outside layers, no kernel of
-    attention and no recomputation. remat=full adds the layers' forward pass without the MLP's last product, which only
-    a norm after it needs; with such a norm, a tiled MLP is recomputed twice. remat=blocks adds another whole forward
-    pass of most layers. Attention takes 4 S n d FLOPs per token forward and 2.5 times that backward (five products for
+    A layer's FLOPs are traced (`Layer.products`). The trace has no adapters, no matrices outside layers, no attention
+    kernel and no recomputation. With remat=full, the layers' forward pass is added without the MLP's last product, which
+    only a norm after it needs. With such a norm, a tiled MLP is recomputed twice. With remat=blocks, another whole
+    forward pass of most layers is added. Attention takes 4 S n d FLOPs per token forward and 2.5 times that backward (five products for
     two, or seven if not fused); its kernel skips blocks that the causal mask hides.
     """
     length, lora = config.data.max_length, config.lora
@@ -387,8 +387,8 @@ def model_flops(config: TrainConfig, shape: Shape) -> float:
 
     A product takes 2 FLOPs per weight and token forward, 2 for its input's gradient and, if the weight is trained, 2
     for the weight's gradient (Kaplan et al. 2020, section 2.1). Attention takes 4 * layers * width * length forward and
-    twice that backward, over the whole row (Chowdhery et al. 2022, PaLM, appendix B). Recomputation does not count, nor
-    do padding and the experts that a token is not sent to. A quantised weight counts as one weight.
+    twice that backward, over the whole row (Chowdhery et al. 2022, PaLM, appendix B). Recomputation, padding and
+    experts that a token is not sent to do not count. A quantized weight counts as one weight.
     """
     frozen = int(config.lora.r > 0)  # a frozen weight has no gradient
     padding = sum(count * each.chosen * each.padding for kind, count in shape.counted for each in kind.experts)
@@ -475,7 +475,7 @@ def _added(config: TrainConfig, shape: Shape, tokens: int) -> float:
 
 
 def step_time(done: Work, chip: Chip, measured: float | None = None) -> StepTime:
-    """Estimates the seconds of some work on each of a chip's devices.
+    """Estimates the seconds of some work on a device of a chip.
 
     Raises:
         ValueError: the chip's speed is not known.
@@ -531,7 +531,7 @@ def predict_time(
 
 
 def predicted_work(config: TrainConfig, shape: Shape, where: TargetSlice) -> tuple[Work, dict[str, Work]]:
-    """Returns the work on one device of an update, and of each program of a rollout with the widest prompts.
+    """Returns the work of an update on one device, and by program the work of a rollout with the widest prompts.
 
     A decode step reads the weights, all slots of the cache, and the logits several times. On a mesh a device multiplies
     with its part of the weights, and gathers the products' inputs and the logits.

@@ -1,5 +1,5 @@
-"""Pictures of rows: where they are, their sizes and tokens, rows that hold at most K of them, and their pixels.
+"""Pictures of rows: opens them, counts their tokens, packs rows with at most K of them, and makes their pixels.
 
-Preparing reads the headers of pictures, never pixels; batches are decoded as they are made. Only runs with
-model.images=true import this folder. It knows nothing of devices.
+Preparation reads only the headers of pictures; pixels are decoded with their batches. Only runs with model.images=true
+import this folder. It knows nothing of devices.
 """

@@ -1,4 +1,4 @@
-"""Chats about pictures as users write them: with the bytes of the pictures, and as token ids that carry them."""
+"""Prepares users' chats about pictures: reads the bytes of the pictures, and encodes chats as token ids."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from tpu_kit.model.weights.source import read_config
 
 
 def seeing(config: TrainConfig) -> TrainConfig:
-    """Returns a run with the model's part for images; raises ValueError if it has none."""
+    """Returns the run with `model.images`; raises ValueError if the model has no vision part."""
     if getattr(read_config(config.model, needed=True), "vision_config", None) is None:
         raise ValueError(
-            f"a prompt has a picture, and model.name={config.model.name} has no part for images: name a model that "
-            "sees, such as google/gemma-4-E2B-it, or an adapter that was trained on one with model.images=true"
+            f"a prompt has a picture, and model.name={config.model.name} has no vision part: name a model that has, "
+            "such as google/gemma-4-E2B-it, or an adapter of such a model that was trained with model.images=true"
         )
     return replace(config, model=replace(config.model, images=True))
 
 
 def carried(prompt: Any, files: PictureFiles | None = None) -> Any:
-    """Returns a chat with the bytes of its pictures in place of paths and pictures of PIL.
+    """Returns a chat in which bytes replace paths of pictures and PIL pictures.
 
     Args:
-        prompt: a list of messages, or a mapping with "messages" and perhaps "images".
-        files: opens them; None opens any file of this computer.
+        prompt: a list of messages, or a mapping with "messages" and optionally "images".
+        files: opens the pictures; None: any file of this computer may be opened.
 
     Raises:
         RowError: a picture cannot be opened or used.
@@ -42,7 +42,7 @@ def carried(prompt: Any, files: PictureFiles | None = None) -> Any:
     def read(source: Any) -> Any:
         if hasattr(source, "save"):
             return png(source)
-        if isinstance(source, Mapping):  # of `datasets`, or an address in OpenAI's form
+        if isinstance(source, Mapping):  # from `datasets`, or an address in OpenAI's format
             source = next((source[name] for name in ("bytes", "path", "url") if source.get(name)), None)
         if files is None and isinstance(source, str) and "://" not in source and not source.startswith("data:"):
             source = os.path.abspath(os.path.expanduser(source))
@@ -68,7 +68,7 @@ def carried(prompt: Any, files: PictureFiles | None = None) -> Any:
 
 
 def _check_places(number: int, asked: Mapping[str, Any]) -> None:
-    """Raises ValueError if a prompt says where pictures are, and has more or fewer of them."""
+    """Raises ValueError if a prompt marks places for pictures and has another number of pictures."""
     contents = [message.get("content") for message in asked["messages"]]
     parts = [part for content in contents for part in (content if isinstance(content, list) else [{"text": content}])]
     told = [part for part in parts if isinstance(part, Mapping)]
@@ -76,21 +76,21 @@ def _check_places(number: int, asked: Mapping[str, Any]) -> None:
     places += sum(part.get("type") in IMAGE_PARTS and picture_of(part) is None for part in told)
     if places and places != (given := len(asked.get("images") or ())):
         raise ValueError(
-            f"prompt {number}: it has the place of a picture ({IMAGE_TAG}) {places} times, and {given} pictures: give "
-            f"image=FILE for each place (in Python, images=[...]), or leave {IMAGE_TAG} out"
+            f"prompt {number}: places for pictures ({IMAGE_TAG}): {places}; pictures: {given}; give image=FILE for "
+            f"each place (in Python, images=[...]), or leave {IMAGE_TAG} out"
         )
 
 
 def encode(config: TrainConfig, tokenizer: Any, prompts: Sequence[Any]) -> list[Any]:
-    """Returns prompts in which chats are token ids, encoded as rows are, those with pictures as `PicturedIds`.
+    """Encodes chats among prompts as token ids, like rows; chats with pictures become `PicturedIds`.
 
     Args:
         config: a run with `model.images`.
-        tokenizer: of the model or of its adapter.
-        prompts: texts, chats as `carried` returns them, or token ids.
+        tokenizer: tokenizer of the model or of its adapter.
+        prompts: texts, chats from `carried`, or token ids; only chats are changed.
 
     Raises:
-        ValueError: the model sees no pictures, or a chat cannot be rendered.
+        ValueError: the kit cannot use pictures with the model, or a chat cannot be rendered.
     """
     processor = image_processor(config.model, tokenizer, config.data)
     columns = {"prompt": "messages", "images": "images", "tools": "tools"}

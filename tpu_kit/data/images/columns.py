@@ -1,4 +1,4 @@
-"""The tensors of images in batches of packed rows, whose pictures a pool of threads decodes."""
+"""Makes the image tensors of packed rows; a pool of threads decodes their pictures."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from tpu_kit.data.rows.schemas import conversation
 from tpu_kit.model.families import vision
 
 MOST_BROKEN, BROKEN_SHARE = 10, 0.01
-"""Rows whose pictures may turn out to be damaged: so many, and this share of the rows with pictures."""
+"""Allowed rows with damaged pictures: this number, plus this share of the rows with pictures."""
 
 
 class ImageCounts(NamedTuple):
     """Counts of the images of packed rows, for the report.
 
     Attributes:
-        pictures: in the documents used.
-        documents: with pictures.
-        tokens: that stand for pictures.
-        slots: image slots used.
-        room: slots of a row.
+        pictures: pictures in the used documents.
+        documents: documents with pictures.
+        tokens: soft tokens of pictures.
+        slots: used image slots.
+        room: image slots of a row.
         rows: packed rows.
         dropped: pictures of documents that were too long.
     """
@@ -61,7 +61,7 @@ class ImageCounts(NamedTuple):
 
 
 class _Source(NamedTuple):
-    """The rows of one source, with what reads their pictures."""
+    """The rows of one source, and the reader of their pictures."""
 
     name: str
     rows: Dataset
@@ -71,11 +71,11 @@ class _Source(NamedTuple):
 
 
 class ImageColumns:
-    """Makes the tensors of images of packed rows; picklable.
+    """Makes the image tensors of packed rows; picklable.
 
     Args:
         tokens: the `Tokenized` of the documents.
-        images: of the documents.
+        images: images of the documents.
         room: image slots of a row.
 
     Attributes:
@@ -84,7 +84,7 @@ class ImageColumns:
 
     def __init__(self, tokens: Any, images: DocumentImages, room: int) -> None:
         self.room, self.images = room, images
-        self._parts: list[tuple[int, _Source]] = []  # of each source, with the number of its first row
+        self._parts: list[tuple[int, _Source]] = []  # sources, with the numbers of their first rows
         for part, first in tokens.sources():
             rows = part.rows.select_columns(part.encoder.layout.needed(part.rows.column_names))
             encoder = part.encoder
@@ -105,12 +105,12 @@ class ImageColumns:
         self._start()
 
     def pictures(self, row: int, count: int | None = None) -> list[Any]:
-        """Returns the pictures, of PIL, of a row of the source; raises RowError if one cannot be decoded."""
+        """Returns the first `count` pictures of a row, or all, as PIL's; raises RowError if one cannot be decoded."""
         images, source = self._images(row, count)
         return [source.encoding.files.decoded(image) for image in images]
 
     def _images(self, row: int, count: int | None) -> tuple[tuple[Any, ...], _Source]:
-        """Returns what a row gives for its first images, and its source."""
+        """Returns the undecoded first `count` images of a row, and its source."""
         first, source = self._part(row)
         return conversation(source.rows[int(row) - first], source.layout, source.config).images[:count], source
 
@@ -118,7 +118,7 @@ class ImageColumns:
         return next(part for part in reversed(self._parts) if part[0] <= row)
 
     def with_pictures(self, ids: list[int], documents: Documents, number: int) -> list[int]:
-        """Returns the ids of a document, which carry its pictures."""
+        """Returns the ids of document `number`, as `PicturedIds` if it has pictures."""
         slots = self.images.of(number).tolist()
         if not slots:
             return ids
@@ -126,29 +126,27 @@ class ImageColumns:
         return PicturedIds(ids, images, slots, source.encoding.files, self._processor)
 
     def fingerprint(self) -> bytes:
-        """Returns a hash of all pictures and of what makes their pixels."""
+        """Returns a hash of all pictures and of their processor."""
         images = self.images
         arrays = (images.pictures, images.slots, images.tokens, images.digests)
         return self._processor.identity.encode() + b"".join(one.tobytes() for one in arrays)
 
     def add(self, dataset: PackedDataset, rows: np.ndarray, tensors: dict[str, torch.Tensor]) -> None:
-        """Adds the tensors of images of some rows.
-
-        A document whose pictures cannot be decoded carries no loss.
+        """Adds the image tensors of some rows; a document whose pictures cannot be decoded gets no loss.
 
         Args:
-            dataset: with the documents of the images.
+            dataset: the packed documents of the images.
             rows: row numbers; -1 is an empty row.
-            tensors: of `PackedDataset.tensors`, changed in place.
+            tensors: result of `PackedDataset.tensors`, changed in place.
 
         Raises:
-            BatchError: more pictures are damaged than `MOST_BROKEN` and `BROKEN_SHARE` allow.
+            BatchError: more rows have damaged pictures than `MOST_BROKEN` and `BROKEN_SHARE` allow.
         """
         processor = self._processor
         for name, (shape, dtype) in vision.columns_of(processor.sizes, self.room, dataset.length).items():
             tensors[name] = torch.zeros(len(rows), *shape, dtype=dtype)
         index, jobs = tensors["image_index"].fill_(-1), []
-        if processor.sizes.axes:  # of text
+        if processor.sizes.axes:  # text's; images' follow below
             tensors["axis_positions"][:] = tensors["position_ids"][:, None]
         for i, row in enumerate(rows):
             end = slot = 0
@@ -190,7 +188,7 @@ class ImageColumns:
 
     def _count_broken(self, row: int, error: RowError) -> None:
         with self._lock:
-            if row in self._broken:  # of an earlier epoch
+            if row in self._broken:  # counted in an earlier epoch
                 return
             self._broken.add(row)
             broken, most = len(self._broken), MOST_BROKEN + BROKEN_SHARE * (self.images.pictures > 0).sum()
@@ -204,18 +202,18 @@ class ImageColumns:
 def packed_with_images(
     documents: Documents, tokens: Any, epoch: Any, pad_id: int, at_least: int, room: int | None
 ) -> tuple[PackedDataset, ImageCounts]:
-    """Packs documents with images into rows that hold at most K.
+    """Packs documents with images into rows of at most K image slots.
 
     Args:
-        documents: those used.
-        tokens: the `Tokenized` that they are of.
+        documents: the used documents.
+        tokens: their `Tokenized`.
         epoch: the `mixing.Epoch` of their numbers.
         pad_id: as in `PackedDataset`.
-        at_least: the most image slots of a document that is packed, now or later.
-        room: K, where it is known.
+        at_least: maximum of image slots of a document that is packed, now or later.
+        room: K, if it is known.
 
     Raises:
-        ValueError: a document has more images than `data.images_per_row`.
+        ValueError: a document has more images or tiles than `data.images_per_row`.
     """
     config, images = tokens.encoder.config, documents.images
     given = config.images_per_row

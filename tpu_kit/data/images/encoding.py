@@ -1,4 +1,4 @@
-"""Chats with images for chat templates, and the tokens of images in their encodings."""
+"""Prepares chats with images for chat templates, and puts the tokens of images into encoded chats."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class ImageEncoding:
     """Encodes the images of chats for one model and one source of rows; picklable.
 
     Attributes:
-        processor: of the model.
-        files: of the source.
+        processor: processor of the model.
+        files: opens the pictures of the source.
     """
 
     def __init__(self, processor: ImageProcessor, files: PictureFiles) -> None:
@@ -31,9 +31,9 @@ class ImageEncoding:
         self._takes_text: dict[str, bool] = {}  # by chat template
 
     def in_parts(self, messages: list[dict[str, Any]], tokenizer: Any) -> list[dict[str, Any]]:
-        """Returns messages in which contents with images are lists of parts, as templates for images take them.
+        """Turns contents with images into lists of parts, as chat templates for images expect them.
 
-        Other contents are lists too where the template takes no text (SmolVLM's).
+        If the template does not accept plain text (SmolVLM's), all contents become lists.
         """
         template = str(tokenizer.chat_template)
         if template not in self._takes_text:
@@ -56,15 +56,15 @@ class ImageEncoding:
     def expanded(
         self, ids: Sequence[int], mask: Sequence[bool], pictures: Sequence[Picture]
     ) -> tuple[list[int], list[bool], list[list[int]]]:
-        """Puts the tokens of images, which carry no loss, in place of the template's one for each.
+        """Replaces the chat template's token for an image by the tokens of the image, which have no loss.
 
         Args:
-            ids: of a rendered chat, or of its beginning.
-            mask: of the ids with loss.
-            pictures: of the whole chat.
+            ids: token ids of a rendered chat, or of its beginning.
+            mask: whether an id has loss.
+            pictures: pictures of the whole chat.
 
         Returns:
-            Ids, mask, and for each picture of the ids the soft tokens of its slots.
+            Ids, mask, and the soft tokens of the slots of every picture in the ids.
 
         Raises:
             RowError: there are more image tokens than pictures.
@@ -86,7 +86,7 @@ class ImageEncoding:
         return found, loss, slots
 
     def prompt(self, ids: Sequence[int], pictures: Sequence[Picture]) -> list[int]:
-        """Returns the ids of a prompt that carry its pictures, for each of which the chat template writes one token.
+        """Expands the image tokens of a prompt; returns `PicturedIds` if it has pictures.
 
         Raises:
             RowError: as `expanded`.
@@ -99,11 +99,11 @@ class ImageEncoding:
         return PicturedIds(found, sources, counts, self.files, self.processor)
 
     def columns(self, pictures: Sequence[Picture], slots: Sequence[list[int]]) -> dict[str, Any]:
-        """Returns the columns of a tokenised document's images.
+        """Returns the image columns of a tokenized document.
 
         Args:
-            pictures: those in the document.
-            slots: the soft tokens of each picture's slots.
+            pictures: pictures of the document.
+            slots: soft tokens of the slots of every picture.
         """
         digest = hashlib.blake2b("".join(one.digest for one in pictures).encode(), digest_size=8).digest()
         files = [one for one in pictures if one.file]
@@ -116,10 +116,10 @@ class DocumentImages:
     """The images of documents.
 
     Attributes:
-        pictures: int64 (documents,), how many pictures of its row, from the first on, each document has.
-        slots: int64 (documents,), image slots of each document.
-        tokens: int32 (slots of all documents,), soft tokens of each slot.
-        digests: int64 (documents,), a hash of the pictures of each document.
+        pictures: int64 (documents,), number of pictures of a document: the first ones of its row.
+        slots: int64 (documents,), image slots of a document.
+        tokens: int32 (slots of all documents,), soft tokens of a slot.
+        digests: int64 (documents,), hash of a document's pictures.
     """
 
     def __init__(self, pictures: np.ndarray, slots: np.ndarray, tokens: np.ndarray, digests: np.ndarray) -> None:
@@ -128,19 +128,19 @@ class DocumentImages:
 
     @classmethod
     def read(cls, columns: Any) -> DocumentImages:
-        """Returns those of an Arrow table of tokenised documents, of `ImageEncoding.columns`."""
+        """Reads the images from an Arrow table of tokenized documents with `ImageEncoding.columns`."""
         tokens = columns["slots"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
         slots = pc.list_value_length(columns["slots"]).to_numpy().astype(np.int64)
         pictures, digests = (columns[name].to_numpy(zero_copy_only=False) for name in ("pictures", "digest"))
         return cls(pictures, slots, tokens, digests)
 
     def select(self, keep: np.ndarray) -> DocumentImages:
-        """Returns those of the documents where the boolean array `keep` is true."""
+        """Returns the images of the documents that the boolean array `keep` (documents,) selects."""
         tokens = self.tokens[np.repeat(keep, self.slots)]
         return DocumentImages(self.pictures[keep], self.slots[keep], tokens, self.digests[keep])
 
     def joined(self, several: Sequence[DocumentImages]) -> DocumentImages:
-        """Returns the images of all documents of several, of which this is the first."""
+        """Concatenates the images of `several`, whose first element is this object."""
         names = ("pictures", "slots", "tokens", "digests")
         return DocumentImages(*(np.concatenate([getattr(one, name) for one in several]) for name in names))
 

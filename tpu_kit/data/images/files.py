@@ -1,6 +1,6 @@
 """Opens the pictures of rows: files beside the rows, objects in a bucket, bytes in the rows, and data URLs.
 
-A header says whether a picture can be used; errors name the picture, and the caller adds its row.
+The header of a picture decides whether it can be used. Errors name the picture; the caller adds the row.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from fsspec.implementations.local import LocalFileSystem
 from tpu_kit.data.rows.field_values import RowError
 
 MOST_PIXELS = 50_000_000
-"""Pixels of a picture at most: decoding takes 3 bytes for each of them."""
+"""Maximum of pixels of a picture; a decoded pixel takes 3 bytes."""
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF")
-_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")  # of 8 bits
-_ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # of EXIF: the values that swap height and width
+_MODES = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")  # PIL's modes of 8 bits
+_ORIENTATION, _TURNED = 0x0112, (5, 6, 7, 8)  # EXIF's tag, and the values that swap height and width
 _END = 32 * 1024
-_STORES = ("gs", "hf")  # other file systems of fsspec reach any file of this machine (file://) or of the web
-_LONGEST_PATH = 1_000  # a longer text is base64
+_STORES = ("gs", "hf")  # fsspec's other file systems read any local file (file://) or the web
+_LONGEST_PATH = 1_000  # a longer text is taken for base64
 
 
 class Picture(NamedTuple):
-    """What a header says of a picture.
+    """A picture's header.
 
     Attributes:
         height: in pixels, after EXIF's rotation.
         width: likewise.
-        digest: a hash of its bytes; of a file, of its length, its first and its last bytes.
-        file: its path or address; empty for bytes of a row.
-        stamp: changes with the content of the file, see `PictureFiles.stamps`.
-        source: what opens it.
+        digest: hash of the bytes; for a file, hash of its length and of its first and last bytes.
+        file: path or address; empty for bytes of a row.
+        stamp: changes with the content of the file; see `PictureFiles.stamps`.
+        source: path, address or bytes, as `PictureFiles` opens them.
     """
 
     height: int
@@ -60,14 +60,14 @@ class PictureFiles:
     """Opens the pictures of a source of rows.
 
     Attributes:
-        folder: the folder or the address of the rows, which relative paths are of; empty if the rows are in none.
+        folder: folder or address of the rows, the base of relative paths; empty if the rows are in no folder.
     """
 
     folder: str
 
     @classmethod
     def beside(cls, source: str) -> PictureFiles:
-        """Returns that of a source of rows."""
+        """Returns the `PictureFiles` of a source of rows."""
         if "://" in source and source.partition("://")[0] not in LocalFileSystem.protocol:
             return cls(_before_pattern(source).rpartition("/")[0])
         path = LocalFileSystem._strip_protocol(source)
@@ -81,7 +81,7 @@ class PictureFiles:
         """Reads the header of a picture.
 
         Raises:
-            RowError: it cannot be opened or used.
+            RowError: the picture cannot be opened or used.
         """
         name, place = name_of(source), self._place(source)
         with self._opened(source) as file, _described(name):
@@ -94,7 +94,7 @@ class PictureFiles:
             file.seek(0)
             image = _image(file, name)
             width, height = image.size
-            if _orientation(image) in _TURNED and image.format != "TIFF":  # its size is turned already
+            if _orientation(image) in _TURNED and image.format != "TIFF":  # PIL has rotated its size already
                 width, height = height, width
             return Picture(height, width, digest.hexdigest(), place, _stamp_of(file) if place else "", source)
 
@@ -104,10 +104,10 @@ class PictureFiles:
             return file.read()
 
     def decoded(self, source: Any) -> Any:
-        """Returns a picture of PIL in RGB, turned as EXIF says, on white where it is transparent.
+        """Decodes a picture to RGB in PIL: rotated by its EXIF orientation, with white behind transparent parts.
 
         Raises:
-            RowError: it cannot be opened or decoded.
+            RowError: the picture cannot be opened or decoded.
         """
         from PIL import Image, ImageOps
 
@@ -122,13 +122,13 @@ class PictureFiles:
             return image.convert("RGB")
 
     def stamps(self, files: Sequence[str]) -> list[str]:
-        """Returns the stamps that files of `Picture` have now; empty where that is not known.
+        """Returns the current stamps of `Picture.file` paths; an unknown stamp is empty.
 
-        It lists the folders of a store instead of asking for one object after another.
+        Lists the folders of a store instead of requesting single objects.
         """
         found = dict[str, str]()
         for folder in {file.rpartition("/")[0] for file in files if "://" in file}:
-            with contextlib.suppress(Exception):  # of stores, each its own; the pictures are read anew
+            with contextlib.suppress(Exception):  # stores raise many kinds; without a stamp, pictures are read again
                 system, path = url_to_fs(folder)
                 for about in system.ls(path, detail=True, refresh=True):
                     found[f"{folder}/{about['name'].rpartition('/')[2]}"] = _stamp(about)
@@ -139,7 +139,7 @@ class PictureFiles:
 
     @contextlib.contextmanager
     def _opened(self, source: Any) -> Iterator[BinaryIO]:
-        """Opens the bytes of a picture."""
+        """Opens the bytes of a picture; raises RowError if that fails."""
         source = _plain(source)
         if isinstance(source, bytes):
             yield io.BytesIO(source)
@@ -158,7 +158,7 @@ class PictureFiles:
             if "://" in address:
                 system, path = url_to_fs(address)
                 opened = system.open(path, "rb")
-            elif not stat.S_ISREG(os.stat(address).st_mode):  # opening a pipe would never end
+            elif not stat.S_ISREG(os.stat(address).st_mode):  # opening a pipe would block
                 raise ValueError("this is not a regular file; name another")
             else:
                 opened = open(address, "rb")  # noqa: SIM115  closed below
@@ -169,12 +169,12 @@ class PictureFiles:
             yield file
 
     def _place(self, source: Any) -> str:
-        """Returns the path or the address of a picture; empty for bytes."""
+        """Returns the path or address of a picture; empty for bytes."""
         source = _plain(source)
         return self._address(source) if isinstance(source, str) and not source.startswith("data:") else ""
 
     def _address(self, source: str) -> str:
-        """Returns the path or the address of a file; raises RowError if it may not be read."""
+        """Returns the path or address of a file; raises RowError if it may not be read."""
         name = name_of(source)
         if source.startswith(("http://", "https://")):
             raise RowError(f"image {name}: images are not fetched from the web; download them first")
@@ -214,21 +214,21 @@ def _stamp_of(file: BinaryIO) -> str:
 
 
 def _stamp(about: os.stat_result | Mapping[str, Any]) -> str:
-    """Returns a stamp by what a disk, or a store in its listings and of an object, says of a file."""
+    """Returns a stamp from a file's status, or from a store's details of an object."""
     if isinstance(about, os.stat_result):
         return f"{about.st_size} {about.st_mtime_ns}"
     return f"{about.get('size')} {about.get('etag') or about.get('blob_id')}"
 
 
 def _plain(source: Any) -> Any:
-    """Returns the bytes or the text of an image; a mapping is that of `datasets`, or an address in OpenAI's form."""
+    """Returns the bytes or the text of an image; mappings are from `datasets` or addresses in OpenAI's format."""
     if isinstance(source, Mapping):
         source = next((source[name] for name in ("bytes", "path", "url") if source.get(name)), None)
     return bytes(source) if isinstance(source, bytearray | memoryview) else source
 
 
 def name_of(source: Any) -> str:
-    """Returns a short text that names a picture in an error."""
+    """Returns a short name of a picture for errors."""
     own = source.get("path") if isinstance(source, Mapping) else None
     plain = own or _plain(source)
     if isinstance(plain, bytes):
@@ -238,39 +238,39 @@ def name_of(source: Any) -> str:
 
 @contextlib.contextmanager
 def _described(name: str) -> Iterator[None]:
-    """Turns what PIL raises into errors that name the picture."""
+    """Turns PIL's errors inside the context into RowErrors that name the picture."""
     try:
         yield
     except RowError:
         raise
-    except Exception as error:  # of decoders, which raise many kinds for damaged files
+    except Exception as error:  # decoders raise many kinds of errors for damaged files
         raise RowError(f"image {name}: it cannot be read ({type(error).__name__}: {error})") from error
 
 
 def _image(file: BinaryIO, name: str) -> Any:
-    """Opens a picture of PIL, of which only the header is read."""
+    """Opens a picture in PIL, which reads only its header; raises RowError if it cannot be used."""
     from PIL import Image, UnidentifiedImageError
 
     try:
-        with warnings.catch_warnings():  # of so many pixels; the bound below is lower
+        with warnings.catch_warnings():  # PIL's limit of pixels is above `MOST_PIXELS`
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             image = Image.open(file, formats=FORMATS)
     except Image.DecompressionBombError as error:
         raise RowError(f"image {name}: {_too_large()}") from error
     except UnidentifiedImageError as error:
-        raise RowError(f"image {name}: no picture of the kinds {', '.join(FORMATS)}") from error
+        raise RowError(f"image {name}: not a picture in the format {', '.join(FORMATS)}") from error
     width, height = image.size
     if width * height > MOST_PIXELS:
         raise RowError(f"image {name}: {width} x {height} pixels, {_too_large()}")
     if image.mode not in _MODES:
         raise RowError(f"image {name}: its mode is {image.mode}, with more than 8 bits a channel; convert it to RGB")
-    if getattr(image, "is_animated", False) and image.format != "MPO":  # of cameras: a JPEG with further ones behind it
+    if getattr(image, "is_animated", False) and image.format != "MPO":  # MPO: a camera's JPEG and more behind it
         raise RowError(f"image {name}: it is animated; give the pictures one by one")
     return image
 
 
 def _orientation(image: Any) -> int | None:
-    """Returns EXIF's orientation of a picture, as its header has it; PNG's own `getexif` decodes the pixels first."""
+    """Returns the EXIF orientation from a picture's header; PNG's own `getexif` would decode the pixels first."""
     from PIL import Image
 
     found: int | None = Image.Image.getexif(image).get(_ORIENTATION)

@@ -1,4 +1,4 @@
-"""Assigns documents to rows that hold at most K images, and finds the least K that leaves few token slots empty."""
+"""Packs documents into rows of at most K images, and finds a small K that leaves few token slots empty."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ import numpy as np
 from tpu_kit.data.batching import best_fill, filled_rows
 
 ENOUGH = 0.98
-"""The share of the fill without a limit that the derived K keeps."""
+"""The derived K fills rows to at least this share of the fill without a limit."""
 
 
 def fewest_images(lengths: np.ndarray, images: np.ndarray, row_length: int, at_least: int) -> int:
-    """Returns the least K, from `at_least` on, with which rows are nearly as full as without a limit.
+    """Returns a small K, at least `at_least`, with which rows are nearly as full as without a limit.
 
     Args:
-        lengths: tokens of each document, 1 to `row_length`.
-        images: image slots of each document.
+        lengths: (documents,) tokens, 1 to `row_length`.
+        images: (documents,) image slots.
         row_length: tokens of a row.
-        at_least: the most image slots of a document.
+        at_least: maximum of image slots of a document.
     """
     whole = len(best_fill(lengths, row_length)[1])
     most, step = max(at_least, -(-int(images.sum()) // whole)), 1
@@ -29,16 +29,16 @@ def fewest_images(lengths: np.ndarray, images: np.ndarray, row_length: int, at_l
 def best_fill_of_images(
     lengths: np.ndarray, images: np.ndarray, row_length: int, most: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """As `batching.best_fill`, for rows of at most `most` images: a subset sum for each number of images.
+    """Fills rows of at most `most` images like `batching.best_fill`, by a subset sum per number of images.
 
     Args:
-        lengths: tokens of each document, 1 to `row_length`.
-        images: image slots of each document, at most `most`.
+        lengths: (documents,) tokens, 1 to `row_length`.
+        images: (documents,) image slots, at most `most`.
         row_length: tokens of a row.
         most: image slots of a row.
 
     Returns:
-        The document numbers row after row, and how many documents each row has (both int64).
+        Document numbers row after row, and the number of documents per row (both int64).
     """
     assert images.max() <= most, (images.max(), most)
     order = np.lexsort((images, lengths))
@@ -48,7 +48,7 @@ def best_fill_of_images(
 
 
 def _fullest(sizes: list[tuple[int, int]], left: list[int], largest: int, row_length: int, most: int) -> dict[int, int]:
-    """Returns the number of documents of each size (index in `sizes`) that fill a row best, at least one `largest`."""
+    """Returns index in `sizes` -> number of documents that fill a row best, with at least 1 for `largest`."""
     room, spare = row_length - sizes[largest][0], most - sizes[largest][1]
     whole = (1 << room + 1) - 1
     reach, stages = [1] + [0] * spare, list[tuple[int, list[int]]]()  # bit s of reach[k]: k images and s tokens

@@ -1,8 +1,8 @@
-"""What a model makes of a picture: tokens, from its size alone, and pixels, by transformers' processors of PIL.
+"""Makes the tokens of a picture, from its size alone, and its pixels, mostly by transformers' PIL processors.
 
-A picture takes slots of a row, each with the pixels and the soft tokens of one image of the tower: Gemma 4 takes one
-for each picture, SmolVLM and Idefics3 take one for each tile. The processors scale bytes by 1 / 255, so pixels stay
-bytes until they are on the device.
+A picture takes one or more slots of a row. A slot holds the pixels and soft tokens of one image of the vision tower: a
+picture in Gemma 4, a tile in SmolVLM and Idefics3. Processors scale bytes by 1 / 255, so pixels stay bytes until they
+are on the device.
 """
 
 from __future__ import annotations
@@ -38,18 +38,18 @@ from tpu_kit.model.weights.source import locate, read_config
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-_VERSION = 3  # increase it when the code below makes other tokens or pixels
+_VERSION = 3  # increase it if the code below makes other tokens or pixels
 
 
 @dataclass(frozen=True)
 class ImageProcessor(abc.ABC):
-    """Makes tokens and pixels of pictures for one model; picklable.
+    """Makes the tokens and pixels of pictures for a model; picklable.
 
     Attributes:
-        sizes: of a slot.
-        settings: of the model's own processor, as its files have them.
-        token: the text that a chat template writes for an image.
-        token_id: the id of the soft tokens, and of the text unless `place_id` is another.
+        sizes: sizes of a slot.
+        settings: settings of the model's own processor, from its files.
+        token: text that a chat template writes for an image.
+        token_id: id of soft tokens, and of `token` unless `place_id` differs.
     """
 
     sizes: Sizes
@@ -68,7 +68,7 @@ class ImageProcessor(abc.ABC):
 
     @abc.abstractmethod
     def tokens(self, height: int, width: int) -> tuple[list[int], list[int]]:
-        """Returns the ids that stand for a picture, and the number of soft tokens of each of its slots."""
+        """Returns the ids of a picture, and the number of soft tokens per slot."""
 
     @abc.abstractmethod
     def pixels(self, image: Image) -> tuple[np.ndarray, np.ndarray | None]:
@@ -76,21 +76,21 @@ class ImageProcessor(abc.ABC):
 
     @abc.abstractmethod
     def for_transformers(self, images: list[Image], ids: list[int]) -> dict[str, Any]:
-        """Returns tensors of pictures as the processor of transformers makes them, for `forward` with these ids."""
+        """Returns the tensors that transformers' processor makes of pictures, for `forward` with `ids`."""
 
     def axes(self, ids: np.ndarray, slots: Sequence[int], positions: np.ndarray) -> np.ndarray:
-        """Returns positions in time, rows and columns, (3, S) int32, for a model whose rotary embedding takes them.
+        """Returns positions in time, row and column, (3, S) int32, for a rotary embedding in three axes.
 
         Args:
-            ids: (S,) of a document or of a prompt.
-            slots: soft tokens of each slot.
-            positions: of `pixels`, of all slots.
+            ids: (S,) of a document or a prompt.
+            slots: soft tokens per slot.
+            positions: positions of `pixels` for all slots.
         """
-        raise AssertionError("only a processor whose sizes have axes is asked")
+        raise AssertionError("only processors with `sizes.axes` have axes")
 
     @property
     def identity(self) -> str:
-        """A hash of all that tokens and pixels follow from."""
+        """A hash of everything that determines tokens and pixels."""
         packages = [version("transformers"), version("pillow")]
         parts = [_VERSION, type(self).__name__, list(self.sizes), dict(self.settings), self.token_id, packages]
         text = json.dumps(parts, sort_keys=True, default=str)
@@ -99,13 +99,13 @@ class ImageProcessor(abc.ABC):
 
 @dataclass(frozen=True)
 class Gemma4(ImageProcessor):
-    """Gemma 4: a picture is scaled to at most `sizes.tokens` squares of `side` pixels, and keeps its aspect ratio.
+    """Gemma 4: scales a picture to at most `sizes.tokens` soft tokens, and keeps its aspect ratio.
 
     Attributes:
         begin: id of the token before the soft tokens.
         end: id of the token after them.
-        patch: pixels of the side of a patch.
-        pool: patches of the side of a soft token.
+        patch: side of a patch in pixels.
+        pool: side of a soft token in patches.
     """
 
     begin: int
@@ -144,11 +144,11 @@ class Gemma4(ImageProcessor):
 
 @dataclass(frozen=True)
 class Idefics3(ImageProcessor):
-    """SmolVLM and Idefics3: a picture is scaled and cut into tiles, with one of the whole picture after them.
+    """SmolVLM and Idefics3: scales a picture and cuts it into tiles; the whole picture follows as the last tile.
 
     Attributes:
-        ids: of the texts around tiles, by the texts.
-        patch: pixels of the side of a patch.
+        ids: text around tiles -> ids.
+        patch: side of a patch in pixels.
         kind: "smolvlm" or "idefics3".
     """
 
@@ -172,7 +172,7 @@ class Idefics3(ImageProcessor):
         for row in range(1, rows + 1):
             for column in range(1, columns + 1):
                 ids += [*around[_AROUND], *around[f"<row_{row}_col_{column}>"], *soft]
-            ids += around["\n\n" if row == rows else "\n"]  # one more line break is before the whole picture
+            ids += around["\n\n" if row == rows else "\n"]  # two line breaks precede the whole picture
         ids += [*around[_AROUND], *around[_WHOLE], *soft, *around[_AROUND]]
         return ids, [count] * (rows * columns + 1)
 
@@ -191,12 +191,12 @@ class Idefics3(ImageProcessor):
 
 @dataclass(frozen=True)
 class Gemma3(ImageProcessor):
-    """Gemma 3: every picture is scaled to one square, whatever its aspect ratio, without pan and scan.
+    """Gemma 3: scales every picture to the same square, without pan and scan.
 
     Attributes:
-        begin: id of the token before the soft tokens, which a chat template writes.
+        begin: id of the token before the soft tokens; chat templates write it.
         end: id of the token after them.
-        patch: pixels of the side of a patch.
+        patch: side of a patch in pixels.
     """
 
     begin: int
@@ -236,11 +236,11 @@ class Gemma3(ImageProcessor):
 
 @dataclass(frozen=True)
 class Qwen(ImageProcessor):
-    """Qwen2.5-VL, Qwen3-VL, Qwen3.5: a picture is scaled to at most `sizes.tokens` squares and keeps its aspect ratio.
+    """Qwen2.5-VL, Qwen3-VL, Qwen3.5: scales a picture to at most `sizes.tokens` soft tokens at its aspect ratio.
 
     Attributes:
-        patch: pixels of the side of a patch.
-        merge: patches of the side of a soft token.
+        patch: side of a patch in pixels.
+        merge: side of a soft token in patches.
     """
 
     patch: int
@@ -269,7 +269,7 @@ class Qwen(ImageProcessor):
         """See `ImageProcessor.pixels`."""
         made = self._processor(images=[image], do_rescale=False, do_normalize=False, return_tensors="np")
         patches, (_, rows, columns) = np.asarray(made["pixel_values"]), made["image_grid_thw"][0]
-        once = patches.reshape(len(patches), 3, -1, self.patch**2)[:, :, 0].reshape(len(patches), -1)  # of each time
+        once = patches.reshape(len(patches), 3, -1, self.patch**2)[:, :, 0].reshape(len(patches), -1)  # times are equal
         row, column = _by_token(rows, columns, self.merge)
         numbers = np.zeros((1, self.sizes.patches, self.sizes.numbers), dtype=np.uint8)
         numbers[0, : len(once)] = np.rint(once).clip(0, 255).astype(np.uint8)
@@ -290,14 +290,14 @@ class Qwen(ImageProcessor):
 
 @dataclass(frozen=True)
 class Lfm2(ImageProcessor):
-    """LFM2-VL: a picture is scaled and keeps its aspect ratio; a large one is cut into tiles, with the whole after.
+    """LFM2-VL: scales a picture and keeps its aspect ratio; tiles of a large picture precede the whole picture.
 
-    transformers' own processor needs torchvision; this one scales by PIL, as those of the other families do.
+    transformers' processor of LFM2-VL needs torchvision; this class scales with PIL.
 
     Attributes:
-        ids: of the texts around images, by the texts.
-        patch: pixels of the side of a patch.
-        merge: patches of the side of a soft token.
+        ids: text around images -> ids.
+        patch: side of a patch in pixels.
+        merge: side of a soft token in patches.
     """
 
     ids: Mapping[str, tuple[int, ...]]
@@ -305,7 +305,7 @@ class Lfm2(ImageProcessor):
     merge: int
 
     def _grids(self, height: int, width: int) -> tuple[int, int, int, int]:
-        """Returns columns and rows of the tiles of a picture, 0 without, and rows and columns of its soft tokens."""
+        """Returns columns and rows of a picture's tiles, 0 without tiles, and rows and columns of its soft tokens."""
         from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import get_optimal_tiled_canvas
 
         given, side, sizes = self.settings, self.patch * self.merge, (height, width)
@@ -372,21 +372,21 @@ def _too_long(height: int, width: int, count: int, most: int) -> RowError:
 
 
 def _by_token(rows: int, columns: int, merge: int) -> Sequence[np.ndarray]:
-    """Returns row and column of each patch of a picture, where the patches of a soft token are neighbours."""
+    """Returns rows and columns of a picture's patches, ordered by soft token."""
     shape = rows // merge, merge, columns // merge, merge
     return [one.reshape(shape).transpose(0, 2, 1, 3).reshape(-1) for one in np.indices((rows, columns))]
 
 
 def patches_of(pixels: np.ndarray, patch: int) -> np.ndarray:
-    """Cuts pixels, (N, 3, height, width), into patches of (rows, columns, channels): (N, P, numbers) uint8."""
+    """Cuts pixels (N, 3, height, width) into patches (N, P, numbers) uint8, ordered as rows, columns, channels."""
     rows, columns = (size // patch for size in pixels.shape[-2:])
-    used = pixels[..., : rows * patch, : columns * patch]  # SmolVLM2-2.2B has tiles of 384 pixels and patches of 14
+    used = pixels[..., : rows * patch, : columns * patch]  # SmolVLM2-2.2B: 14 does not divide 384 pixels
     cut = used.reshape(len(pixels), 3, rows, patch, columns, patch).transpose(0, 2, 4, 3, 5, 1)
     return np.rint(cut.reshape(len(pixels), rows * columns, 3 * patch**2)).clip(0, 255).astype(np.uint8)
 
 
 _AROUND, _WHOLE = "<fake_token_around_image>", "<global-img>"
-_MOST_TILES = 20  # of a side
+_MOST_TILES = 20  # per side
 _OF_LFM2 = {
     "min_image_tokens": 64, "max_image_tokens": TILE_TOKENS, "do_image_splitting": True, "min_tiles": 2,
     "max_tiles": 10, "use_thumbnail": True, "tile_size": 512, "max_pixels_tolerance": 2.0, "resample": 2,
@@ -395,22 +395,22 @@ _START, _END, _THUMBNAIL, _TILE = "<|image_start|>", "<|image_end|>", "<|img_thu
 
 
 def image_processor(model: ModelConfig, tokenizer: Any, data: DataConfig) -> ImageProcessor:
-    """Returns what makes tokens and pixels for a model.
+    """Returns the image processor of a model.
 
     Args:
-        model: with `images`.
-        tokenizer: the model's.
-        data: `image_tokens` and `max_length`.
+        model: a model with `images`.
+        tokenizer: tokenizer of the model.
+        data: `image_tokens` and `max_length` are used.
 
     Raises:
-        ValueError: the model has no part for images that is trained, its processor's settings cannot be read, or the
-            number of tokens is not one of the model's, or more than those of a row.
+        ValueError: the model has no vision part, or an unsupported one; its processor's settings cannot be read; or
+            `image_tokens` is not offered by the model or exceeds `max_length`.
     """
     tokens = data.image_tokens
     config: Any = read_config(model, needed=True)
     if getattr(config, "vision_config", None) is None:
-        raise ValueError(f"model.images=true: {model.name} has no part for images; set it to false")
-    sizes = sizes_of(config, tokens)  # refuses other families
+        raise ValueError(f"model.images=true: {model.name} has no vision part; set it to false")
+    sizes = sizes_of(config, tokens)  # raises for other families
     given, kind, vision = _settings(model), config.model_type, config.vision_config
     if kind in ("gemma4", "gemma4_unified"):
         _check_gemma4(tokens)
@@ -449,7 +449,7 @@ def _tiles() -> tuple[str, ...]:
 
 
 def _settings(model: ModelConfig) -> dict[str, Any]:
-    """Returns the settings of a model's image processor, as its files have them."""
+    """Reads the settings of a model's image processor from its files."""
     from transformers import ImageProcessingMixin
 
     try:
@@ -495,7 +495,7 @@ def _qwen(model: ModelConfig, tokenizer: Any, config: Any, given: Mapping[str, A
     least = given.get("min_pixels") or size.get("shortest_edge") or 4 * square
     most = given.get("max_pixels") or size.get("longest_edge") or MOST_TOKENS * square
     tokens = data.image_tokens
-    # Sides are rounded up to whole soft tokens, which at most doubles a side of one or more.
+    # Rounding up to whole soft tokens at most doubles a side of at least one.
     fewest, limit = 4 * -(-least // square), most // square
     if tokens is not None and not fewest <= tokens <= limit:
         raise ValueError(
@@ -531,24 +531,24 @@ def _lfm2(tokenizer: Any, config: Any, sizes: Sizes, given: Mapping[str, Any], t
 
 
 def _check_normal(model: ModelConfig, config: Any, given: Mapping[str, Any]) -> None:
-    """Checks that pixels are normalised as the towers compute it; raises ValueError if they are not."""
+    """Raises ValueError if the processor normalizes pixels with other values than `TOWERS`."""
     kind = config.model_type
     for name, own in (("image_mean", TOWERS[kind].mean), ("image_std", TOWERS[kind].std)):
         if name in given and not np.allclose(given[name], own, atol=1e-6):
             raise ValueError(
-                f"model.name={model.name}: its image processor has {name}={given[name]}, and images of {kind} are "
-                f"computed with {list(own)}; take the file of the original model"
+                f"model.name={model.name}: its image processor has {name}={given[name]}, but images of {kind} are "
+                f"computed with {list(own)}; use the file of the original model"
             )
 
 
 def _resolution(tokens: int | None, of_tile: int, side: int) -> dict[str, Any]:
-    """Returns settings by which a picture takes at most so many soft tokens; none for the model's own."""
+    """Returns settings that limit a picture to `tokens` soft tokens; empty for None, the model's own limit."""
     if tokens is None:
         return {}
     if tokens < of_tile:
-        raise ValueError(f"data.image_tokens={tokens}: a tile has {of_tile}; set at least that, or null")
+        raise ValueError(f"data.image_tokens={tokens}: a tile has {of_tile} tokens; set at least that, or null")
     tiles = math.isqrt(max(0, tokens // of_tile - 1))
     size = {"max_image_size": {"longest_edge": side}}
-    if tiles < 2:  # the whole picture alone
+    if tiles < 2:  # only the whole picture
         return size | {"do_image_splitting": False}
     return size | {"do_image_splitting": True, "size": {"longest_edge": tiles * side}}

@@ -1,4 +1,4 @@
-"""Token ids that carry the pictures that stand in them, and the tensors of their batches."""
+"""Token ids that hold their pictures, and the image tensors of batches of prompts."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from tpu_kit.data.images.files import PictureFiles, name_of
 from tpu_kit.data.images.processors import ImageProcessor
 from tpu_kit.data.rows.field_values import RowError
 
-_WITHOUT_PNG = ("CMYK", "HSV", "LAB", "RGBX", "YCbCr")  # modes of 8 bits that the format does not have
+_WITHOUT_PNG = ("CMYK", "HSV", "LAB", "RGBX", "YCbCr")  # 8-bit modes that PNG does not support
 
 
 class PicturedIds(list[int]):
-    """Token ids in which pictures stand, and the pictures; picklable.
+    """Token ids with image tokens, together with the pictures; picklable.
 
     Attributes:
-        pictures: what `files` opens, in their order.
-        slots: soft tokens of each slot of the pictures.
-        files: opens them.
-        processor: of the model.
+        pictures: paths, addresses or bytes for `files`, in the order of their tokens.
+        slots: soft tokens of every slot of the pictures.
+        files: opens the pictures.
+        processor: processor of the model.
     """
 
     def __init__(
@@ -34,11 +34,11 @@ class PicturedIds(list[int]):
         super().__init__(ids)
         self.pictures, self.slots, self.files, self.processor = tuple(pictures), tuple(slots), files, processor
 
-    def __add__(self, more: Sequence[int]) -> PicturedIds:  # type: ignore[override]  # as of lists
+    def __add__(self, more: Sequence[int]) -> PicturedIds:  # type: ignore[override]  # like lists
         return PicturedIds([*self, *more], self.pictures, self.slots, self.files, self.processor)
 
     def blackened(self) -> PicturedIds:
-        """Returns the ids with black pictures of the same sizes: a control of what a model sees."""
+        """Returns the ids with black pictures of the same sizes, to test whether a model uses its pictures."""
         from PIL import Image
 
         sizes = [(one.width, one.height) for one in map(self.files.picture, self.pictures)]
@@ -46,20 +46,20 @@ class PicturedIds(list[int]):
         return PicturedIds(self, pictures, self.slots, self.files, self.processor)
 
     def for_transformers(self) -> dict[str, torch.Tensor]:
-        """Returns what a model of transformers takes for the pictures, by its own image processor."""
+        """Returns the pictures as arguments of transformers' `forward`, from its image processor."""
         return self.processor.for_transformers([*map(self.files.decoded, self.pictures)], list(self))
 
     def pixels(self) -> tuple[np.ndarray, np.ndarray | None]:
-        """Returns what `pixels_of` makes of its pictures."""
+        """Returns `pixels_of` for its pictures."""
         return pixels_of(self.pictures, self.slots, self.files, self.processor)
 
     def images_among(self, prompts: Sequence[Sequence[int]]) -> PromptImages:
-        """Returns what makes the tensors of the pictures of prompts, of which this is one."""
+        """Returns a maker of image tensors for `prompts`, including these ids."""
         return PromptImages(self.processor, prompts)
 
 
 class PromptImages:
-    """Makes the tensors of images of batches of prompts, all of one shape; `prompts` are those of all batches."""
+    """Makes image tensors with the same number of slots for all batches of `prompts`."""
 
     def __init__(self, processor: ImageProcessor, prompts: Sequence[Sequence[int]]) -> None:
         self._processor = processor
@@ -68,10 +68,10 @@ class PromptImages:
     def tensors(self, prompts: Sequence[Sequence[int]], width: int, rows: int) -> dict[str, torch.Tensor]:
         """Returns the columns of `model.families.vision` for a batch of prompts, padded to `rows` of `width` tokens.
 
-        A prompt with a picture that cannot be decoded is asked with black ones, which is told.
+        If a picture cannot be decoded, the prompt gets black pictures, with a warning.
 
         Raises:
-            RowError: a picture has another size than when its tokens were made, or is gone.
+            RowError: a picture is missing, or its size has changed since its tokens were made.
         """
         sizes = self._processor.sizes
         pixels = torch.zeros(rows, self._room, sizes.patches, sizes.numbers, dtype=torch.uint8)
@@ -86,7 +86,7 @@ class PromptImages:
             except RowError as error:
                 try:
                     numbers, positions = prompt.blackened().pixels()
-                except RowError:  # its size is another, or its header is damaged too
+                except RowError:  # its size has changed, or its header is damaged too
                     raise error from None
                 print(f"warning: {error}; its prompt is asked with black pictures", file=sys.stderr, flush=True)
             pixels[row, : len(prompt.slots)] = torch.from_numpy(numbers)
@@ -104,14 +104,14 @@ class PromptImages:
 def put_index(
     index: torch.Tensor, ids: np.ndarray, slots: Sequence[int], processor: ImageProcessor, first: int = 0
 ) -> None:
-    """Writes into an index of images, which begins where ids do, which soft tokens of a row the ids take.
+    """Writes the indices of soft tokens into an image index, at the places of image tokens.
 
     Args:
-        index: of `model.families.vision`, changed in place.
-        ids: of a document or of a prompt.
-        slots: soft tokens of each slot of its pictures.
-        processor: of the model.
-        first: the first of these slots in the row.
+        index: `image_index` of `model.families.vision` from the first id on, changed in place.
+        ids: token ids of a document or a prompt.
+        slots: soft tokens of every slot of its pictures.
+        processor: processor of the model.
+        first: number of its first slot in the row.
     """
     starts = (first + np.arange(len(slots))) * processor.sizes.tokens
     soft = np.concatenate([start + np.arange(count) for start, count in zip(starts, slots, strict=True)])
@@ -121,10 +121,10 @@ def put_index(
 def pixels_of(
     pictures: Iterable[Any], slots: Sequence[int], files: PictureFiles, processor: ImageProcessor
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Returns the pixels and the positions of all slots of the pictures of a document or of a prompt.
+    """Returns pixels and positions, as `ImageProcessor.pixels`, of all slots of a document's or a prompt's pictures.
 
     Raises:
-        RowError: one cannot be decoded, or takes other slots than when its tokens were made.
+        RowError: a picture cannot be decoded, or its slots have changed since its tokens were made.
     """
     made, planned = [], list(slots)
     for source in pictures:
@@ -133,8 +133,8 @@ def pixels_of(
         if counts != planned[: len(counts)]:
             size = f"{picture.width} x {picture.height} pixels"
             raise RowError(
-                f"image {name_of(source)}: it has {size}, other than when the rows were prepared; leave the "
-                "files as they are during a run, and start it again"
+                f"image {name_of(source)}: it has {size}, other than when the rows were prepared; do not "
+                "change files during a run, and start it again"
             )
         planned = planned[len(counts) :]
         made.append(processor.pixels(picture))
@@ -144,7 +144,7 @@ def pixels_of(
 
 
 def png(picture: Any) -> bytes:
-    """Returns a picture of PIL as the bytes of a file, turned as its EXIF says, which the file does not keep."""
+    """Returns a PIL picture as the bytes of a PNG file, rotated by its EXIF orientation."""
     from PIL import ImageOps
 
     picture, buffer = ImageOps.exif_transpose(picture), io.BytesIO()

@@ -59,7 +59,7 @@ class InputWork:
     trains: bool
 
     def work_bytes(self, rows: int, compute: int) -> float:
-        """Returns the peak of bytes that the features of `rows` rows take, with `compute` bytes per value."""
+        """Returns the peak memory in bytes of the features of `rows` rows, with `compute` bytes per value."""
         patches = rows * self.room * self.patches
         widest = max((max(pair) for pair in self.tower), default=0)
         tower = TOWER_WORK * compute * patches * (4 * self.size + 2 * widest) if self.layers else 0.0
@@ -69,10 +69,10 @@ class InputWork:
         return max(tower + compute * patches * self.size, pixels, features)
 
     def flops(self) -> float:
-        """Of an image: its tower forward, the projector, also backward where it is trained, and the one-hot product.
+        """Returns the FLOPs of an image: the tower's forward pass, the projector and the one-hot product.
 
-        A tower's patches all see each other. It is not traced as layers are: patches and pictures are the run's, so
-        that each plan would trace a tower again.
+        If `trains`, the backward passes of the projector and the product are added. All patches of a tower attend to
+        each other. The tower is not traced like text layers: its sizes depend on the run, so every plan would trace it.
         """
         times = 3 if self.trains else 1
         tower = self.patches * sum(map(math.prod, self.tower)) + 2 * self.layers * self.patches**2 * self.size

@@ -3,7 +3,7 @@
 A row has K slots for images, or for tiles of images. Besides the tokens, a batch has these tensors:
 
     pixels           (B, K, patches, numbers) uint8
-    patch_positions  (B, K, patches, 2) int32, Gemma 4 and Qwen: column and row of each patch, -1 for padding
+    patch_positions  (B, K, patches, 2) int32, Gemma 4, Qwen and LFM2-VL: column and row of each patch, -1 for padding
     image_index      (B, S) int32: the index among the K * T soft tokens of the row, -1 for text
     axis_positions   (B, 3, S) int32, Qwen: time, row and column of each token for the rotary embedding
 
@@ -43,7 +43,7 @@ MOST_TOKENS = 1280
 """Default maximum of soft tokens of an image of Qwen; data.image_tokens overrides it."""
 OF_GRIDS = ("qwen2_5_vl", "qwen3_5", "qwen3_vl")
 TILE_TOKENS = 256
-"""Soft tokens of a tile of LFM2-VL, and of a whole picture at most."""
+"""Soft tokens of a tile of LFM2-VL; maximum of soft tokens of a whole picture."""
 
 Shape = tuple[tuple[int, ...], torch.dtype]
 
@@ -146,7 +146,7 @@ def axis_positions(image: np.ndarray, slots: Sequence[int], positions: np.ndarra
 
 
 def in_rows(pixels: torch.Tensor, positions: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Returns what LFM2-VL of transformers takes for pixels (N, P, numbers) of 0 to 1 and positions (N, P, 2)."""
+    """Returns transformers' LFM2-VL inputs from pixels (N, P, numbers) in [0, 1] and positions (N, P, 2)."""
     valid = (positions >= 0).all(-1)
     place = torch.where(valid, positions[..., 1] * valid.shape[1] + positions[..., 0], valid.shape[1] ** 2)
     values = ((pixels - 0.5) / 0.5).gather(1, place.argsort(1)[..., None].expand_as(pixels))

@@ -106,7 +106,7 @@ def _grid(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, toke
 
 
 def _resized(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, tokens: int) -> Sequence[torch.Tensor]:
-    """As the `forward` of SigLIP 2's tower and LFM2-VL's unshuffle, with the patches of a soft token as neighbours."""
+    """Like `forward` of SigLIP 2's tower and LFM2-VL's pixel unshuffle; the patches of a soft token are adjacent."""
     assert positions is not None
     tower, joined = model.model.vision_tower, model.config.downsample_factor
     valid, embeddings = (positions >= 0).all(-1), tower.embeddings
@@ -120,7 +120,7 @@ def _resized(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, t
 
 
 def _shares(place: torch.Tensor, valid: torch.Tensor, side: int) -> torch.Tensor:
-    """Returns the shares of a table's `side` rows in each patch (N, P, side), as antialiased bilinear `interpolate`."""
+    """Returns weights of a table's `side` rows per patch (N, P, side), like antialiased bilinear `interpolate`."""
     count = torch.where(valid, place, 0).amax(1, keepdim=True) + 1
     scale = side / count
     centre = (place.clamp(min=0) + 0.5) * scale

@@ -1,8 +1,8 @@
-"""Compiles the training step with the real TPU compiler, on any machine, to tell exactly whether it fits.
+"""Compiles the training step with the real TPU compiler, on any machine, to find out whether it fits.
 
-The step is traced without weights and compiled by the compile-only client of libtpu in a child process: the caller must
-not import torch_xla, and only the end of its process stops a compile. The child opens no chip and takes no lock, so it
-may run beside a training run. Answers are kept on disk.
+A child process traces the step without weights and compiles it with libtpu's compile-only client: the caller must not
+import torch_xla, and only killing the process stops a compile. The child opens no chip and takes no lock, so it may run
+beside a training run. Results are kept on disk.
 """
 
 from __future__ import annotations
@@ -44,15 +44,15 @@ Effort = Literal["full", "low"]
 
 @dataclass(frozen=True)
 class Operation:
-    """The instructions of a step that one operation of the model became.
+    """Cost of the instructions that an operation of the model was compiled to. Figures sum all its runs in a step.
 
     Attributes:
-        operation: of the model, such as "model/layers/3/mlp/aten__mm"; empty where the compiler does not tell.
+        operation: path in the model, such as "model/layers/3/mlp/aten__mm"; empty if the compiler does not report it.
         source: file and line of its Python code; empty likewise.
-        kind: of the work: "matrix product", "kernel", "collective", "copy" or "elementwise".
-        flops: of all its runs in a step.
-        bytes: read from and written to HBM, likewise.
-        seconds: that the compiler's cost model takes them for, likewise; 0 of collectives.
+        kind: kind of work: "matrix product", "kernel", "collective", "copy" or "elementwise".
+        flops: floating point operations.
+        bytes: bytes read from and written to HBM.
+        seconds: time by the compiler's cost model; 0 for collectives.
     """
 
     operation: str
@@ -65,33 +65,33 @@ class Operation:
 
 @dataclass(frozen=True, kw_only=True)
 class Compiled:
-    """The TPU compiler's figures of a step. Bytes are of one device; a figure is None where the step does not fit.
+    """The TPU compiler's figures of a step. Bytes are per device; figures may be None if the step does not fit.
 
     Attributes:
-        topology: the slice it was compiled for, such as "v5e:2x4".
-        fits: whether the step runs: it compiled, and its total is within the limit.
-        limit_bytes: the most that a program can have of a device's memory.
+        topology: the target slice, such as "v5e:2x4".
+        fits: whether the step compiled and `total_bytes` is within `limit_bytes`.
+        limit_bytes: device memory that a program can use.
         argument_bytes: weights, state and batch.
         output_bytes: the new state.
-        aliased_bytes: the part of the outputs that is written over arguments.
-        temporary_bytes: buffers that live only during the step, at its peak.
+        aliased_bytes: the part of the outputs that overwrites arguments.
+        temporary_bytes: peak of the buffers that live only during the step.
         code_bytes: the program.
-        total_bytes: arguments + (outputs - aliased) + temporaries + code; if the step did not compile, what the
-            compiler's error says, without outputs.
-        flops: floating point operations of a step on one device, each trip of a loop counted; of splash attention,
-            which reports none, by formula.
-        bytes_accessed: bytes that its instructions read and write in any memory, by the compiler.
-        hbm_bytes: bytes that they read from HBM and write to it. Each fusion of an asynchronous collective counts its
-            buffers.
+        total_bytes: arguments + (outputs - aliased) + temporaries + code; if the step did not compile, the figure in
+            the compiler's error, without outputs.
+        flops: floating point operations of a step on one device, with every trip of a loop; splash attention reports
+            none, so a formula adds them.
+        bytes_accessed: bytes that instructions read and write in any memory, as the compiler reports.
+        hbm_bytes: bytes that instructions read from and write to HBM. Every fusion of an asynchronous collective
+            counts its buffers.
         collectives: by kind.
-        operations: what each operation of the model costs.
-        estimated: by kind of work, the seconds that the compiler's cost model makes of it; see `step_estimate`.
+        operations: costs by operation of the model.
+        estimated: kind of work -> seconds by the compiler's cost model; see `step_estimate`.
         out_of_memory: the compiler's error, if the step does not fit.
         trace_seconds: seconds to trace the step.
         compile_seconds: seconds to compile it.
         libtpu: version of the compiler.
         program: a hash of the program.
-        cached: whether nothing was compiled, because the answer was on disk.
+        cached: whether the result was read from disk.
     """
 
     topology: str
@@ -117,7 +117,7 @@ class Compiled:
     cached: bool = False
 
     def generation_work(self) -> Work:
-        """What `cost.step_time` takes of a program of generation: the traffic of HBM; and products wait for data."""
+        """Returns the work of a program of generation for `cost.step_time`; none of its collectives overlap."""
         moved = tuple(replace(one, synchronous=one.moved) for one in self.collectives)
         return Work(self.flops or 0.0, self.hbm_bytes or 0.0, moved)
 
@@ -143,17 +143,17 @@ class Compiled:
 
 CACHE = Path("~/.cache/tpu_kit/compiled")
 
-_NEEDED = ("torch_xla", "jax", "jaxlib", "libtpu")  # of torch_tpu's programs `limits` tells
-# The modules that run the compiler and read its answer.
+_NEEDED = ("torch_xla", "jax", "jaxlib", "libtpu")  # of torch_xla; see `torch_tpu.limits` for torch_tpu
+# Modules that run the compiler and read its result.
 _READERS = (
     "tpu_kit.planning.compiler.compile_check", "tpu_kit.planning.compiler.step_estimate", "tpu_kit.xla.compiler",
     "tpu_kit.xla.hlo",
 )  # fmt: skip
-# What no program depends on, but for the mesh, the length of rows and the columns of a batch, which are in the key.
+# Sections on which no program depends; the key adds the mesh, the row length and the columns of a batch.
 _NOT_TRACED = ("data", "checkpoint", "launch", "tracking", "hub", "output_dir", "run_name")
 _VERSIONS = ("torch", "transformers", "peft", "jax", "jaxlib")
-# No lock on the chips, no log files; and kernels without their source lines, which would make another program where the
-# kit lies in another folder.
+# No lock on the chips, no log files, and no source lines in kernels: with them, the program would depend on the folder
+# of the kit.
 _ENVIRONMENT = {
     "XLA_ALWAYS_ALLREDUCE": "1", "XLA_HLO_DEBUG": "1", "XLA_IR_DEBUG": "1", "JAX_TRACEBACK_IN_LOCATIONS_LIMIT": "0",
     "TPU_ACCELERATOR_TYPE": "v5litepod-8", "TPU_WORKER_HOSTNAMES": "localhost", "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
@@ -162,11 +162,11 @@ _ENVIRONMENT = {
 
 
 class CompilerUnavailable(ValueError):
-    """The TPU compiler is not installed, or its version is not known; the text says what to do."""
+    """The TPU compiler is not installed, or its version is unknown; the message names the next action."""
 
 
 class CompileTimeout(RuntimeError):
-    """The compile was not done after the time limit."""
+    """The compile exceeded the time limit."""
 
 
 def compile_step(
@@ -181,26 +181,26 @@ def compile_step(
     part: str = "step",
     sizes: Mapping[str, int] | None = None,
 ) -> Compiled:
-    """Compiles the training step of `config` for a TPU. Not fitting is a result, not an error.
+    """Compiles the training step of `config` for a TPU. If it does not fit, it returns that and raises nothing.
 
     Args:
-        config: the run. Its model may be a folder with nothing but a config.json; no weight is read or made.
-        chip: a topology ("v5e:2x4"), or a chip ("v5e"): the smallest slice with room for the replicas.
-        num_replicas: data-parallel replicas, one per device; their all-reduce is in the program.
-        effort: "full" for the exact figures; "low" is some 6 times quicker, and its temporaries differ by 1.5 to 8 %,
-            mostly down.
+        config: the run. Its model may be a folder with only a config.json; no weights are read or made.
+        chip: a topology ("v5e:2x4"), or a chip ("v5e") for the smallest slice with enough devices.
+        num_replicas: data-parallel replicas, one per device; the program contains their all-reduce.
+        effort: "full" for exact figures; "low" is about 6 times faster, and its temporaries differ by 1.5 to 8 %,
+            mostly downwards.
         progress: whether to print each phase with its time to stderr.
-        cache_dir: folder of the answers; ~/.cache/tpu_kit/compiled by default.
-        time_limit: seconds after which the process that compiles is killed.
-        part: the "step"; "accumulate" or "apply" of an update that is two programs; or a program of generation.
-        sizes: of a program of generation, as `trace.trace_generation` takes them.
+        cache_dir: folder of the results; ~/.cache/tpu_kit/compiled by default.
+        time_limit: seconds after which the compiling process is killed.
+        part: the "step"; "accumulate" or "apply" for an update of two programs; or a program of generation.
+        sizes: keyword arguments of `trace.trace_generation` for a program of generation.
 
     Raises:
-        CompilerUnavailable: libtpu or a package that drives it is not installed, or not in a known version.
-        ConfigError: the run is for torch_tpu, which does not train it.
-        ValueError: unknown chip, no such topology, too few devices; no config.json; or the step cannot be traced: the
-            model, the adapters or the batch do not allow it.
-        RuntimeError: the process that compiles died; a `CompileTimeout` if the time limit was exceeded.
+        CompilerUnavailable: libtpu or a package that drives it is missing or has an unknown version.
+        ConfigError: the run is for torch_tpu, which cannot train it.
+        ValueError: the chip or topology is unknown; the slice has too few devices; there is no config.json; or the
+            model, the adapters or the batch cannot be traced.
+        RuntimeError: the compiling process died; a `CompileTimeout` if it exceeded the time limit.
     """
     kind, topology = find_topology(chip, num_replicas)
     if problems := run_limits(config):
@@ -217,7 +217,7 @@ def compile_step(
         "suffix": suffix, "cache": str(folder), "parent": os.getpid(), "part": part, "sizes": sizes and dict(sizes),
         "about": {"topology": str(topology), "libtpu": libtpu, "limit_bytes": kind.usable_hbm_bytes},
     }  # fmt: skip
-    refuses = None if tracer(config.launch.device_type) == "torch_tpu" else False  # whether it names what XLA lacks
+    refuses = None if tracer(config.launch.device_type) == "torch_tpu" else False  # True: name operations XLA lacks
     compiled = Compiled.from_dict(_in_child(request | {"refuses": refuses}, progress, time_limit))
     _write(asked, compiled)
     return compiled
@@ -226,14 +226,14 @@ def compile_step(
 def compile_programs(
     config: TrainConfig, topology: str | None, num_devices: int, *, seconds: float | None = None, **options: Any
 ) -> dict[str, Compiled]:
-    """As `compile_step` for each program of a run, by name.
+    """Compiles every program of a run with `compile_step`; returns the results by program name.
 
     Args:
         config: the run.
-        topology: the slice; None where the compiler has none.
+        topology: the slice; None if the compiler has no topology for it.
         num_devices: replicas, or devices of the mesh.
-        seconds: time limit of all programs together.
-        options: of `compile_step`.
+        seconds: time limit for all programs together.
+        options: keyword arguments of `compile_step`, whose errors are raised.
     """
     end = math.inf if seconds is None else time.monotonic() + seconds
     if topology is None:
@@ -254,7 +254,7 @@ def check_available(device_type: str = "tpu") -> str:
     """Returns the version of the TPU compiler for `launch.device_type`.
 
     Raises:
-        CompilerUnavailable: it cannot be used here.
+        CompilerUnavailable: the compiler cannot be used here.
     """
     if tracer(device_type) == "torch_tpu":
         if problem := compiler_problem():
@@ -281,7 +281,7 @@ def check_available(device_type: str = "tpu") -> str:
 
 
 def _in_child(request: dict[str, Any], progress: bool, time_limit: float | None) -> dict[str, Any]:
-    """Runs this module in a process and returns its answer; the process ends with the call, whatever happens."""
+    """Runs this module in a process that ends with the call, and returns its result."""
     start = time.monotonic()
 
     def show(phase: str) -> None:
@@ -300,7 +300,7 @@ def _in_child(request: dict[str, Any], progress: bool, time_limit: float | None)
         result = Path(folder, "result.json")
         if not result.is_file() and done.status < 0 and request["refuses"] is False:
             left = None if time_limit is None else max(0.0, time_limit - (time.monotonic() - start))
-            return _in_child(request | {"refuses": True}, progress, left)  # to name the operation, if it was one
+            return _in_child(request | {"refuses": True}, progress, left)  # names an operation, if it was the cause
         if not result.is_file():
             raise RuntimeError(f"the process that compiles ended with {done.how}:\n{done.errors[-4000:]}")
         answer: dict[str, Any] = json.loads(result.read_text())
@@ -310,13 +310,13 @@ def _in_child(request: dict[str, Any], progress: bool, time_limit: float | None)
 
 
 def main() -> None:
-    """Compiles the request on stdin, in the child: writes `result.json`, and each phase to stdout."""
+    """Compiles the request on stdin, in the child; writes `result.json`, and the phases to stdout."""
     from tpu_kit.xla.traced_program import refusing
 
     request = json.loads(sys.stdin.readline())
     phases = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # the libraries' prints go where their warnings go
-    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: the compile ends if the caller is killed
+    os.dup2(2, 1)  # libraries' prints go to stderr, like their warnings
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: die with the caller
     if os.getppid() != request["parent"]:
         sys.exit(1)
     try:
@@ -355,7 +355,7 @@ def _compile(request: dict[str, Any], show: Callable[[str], None]) -> dict[str, 
     )  # fmt: skip
     answer.pop("loop_trips", None)
     if (memory := answer.get("out_of_memory")) is not None:
-        # Some errors leave the arguments out.
+        # Some errors do not report the arguments.
         argument = memory["argument_bytes"] or answer["argument_bytes"]
         total = memory["used_bytes"] + (0 if memory["argument_bytes"] else argument)
         answer |= {"argument_bytes": argument, "out_of_memory": memory["text"]}
@@ -372,7 +372,7 @@ def _compile(request: dict[str, Any], show: Callable[[str], None]) -> dict[str, 
 
 
 def _request_key(config: TrainConfig, num_replicas: int, part: str, sizes: Mapping[str, int] | None) -> str:
-    """Hashes everything that determines the program: the run, the model's configuration, the code, and the versions."""
+    """Hashes everything that determines the program: run, model configuration, code and versions."""
     values, objective = config.to_dict(), objective_beside(config)
     others = [one.model for one in objective.cost(1, 1).frozen] if objective else []
     shape = {name: value for name, value in values.items() if name not in _NOT_TRACED}
@@ -390,7 +390,7 @@ def _request_key(config: TrainConfig, num_replicas: int, part: str, sizes: Mappi
 
 @cache
 def _source(*modules: str) -> str:
-    """Hashes the code of modules, or of the package: changed code may trace another program, or read another answer."""
+    """Hashes the code of `modules` or of the whole package: changed code may trace or read another program."""
     package = Path(__file__).parents[2]
     paths = [package.joinpath(*name.split(".")[1:]).with_suffix(".py") for name in modules]
     return hashlib.sha256(b"".join(path.read_bytes() for path in paths or sorted(package.rglob("*.py")))).hexdigest()
@@ -399,12 +399,12 @@ def _source(*modules: str) -> str:
 def _read(path: Path) -> Compiled | None:
     try:
         return replace(Compiled.from_dict(json.loads(path.read_text())), cached=True)
-    except (OSError, ValueError, TypeError, KeyError):  # no file, or half of one
+    except (OSError, ValueError, TypeError, KeyError):  # no file, or an incomplete one
         return None
 
 
 def _write(path: Path, compiled: Compiled) -> None:
-    """Keeps an answer; if the folder cannot be written to, the next call compiles again."""
+    """Writes a result; if the folder cannot be written to, the next call compiles again."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic.write_text(path, json.dumps(asdict(compiled)), shared=True)

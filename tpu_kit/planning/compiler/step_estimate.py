@@ -1,19 +1,19 @@
-"""The time of a compiled step by the TPU compiler's own cost model, without a chip.
+"""Estimates the time of a compiled step by the TPU compiler's own cost model, without a chip.
 
-The compiler writes beside most instructions how many cycles it takes them for. Their sum over all trips, by the clock,
-is an estimate that tells programs of one shape apart: it knows tiles, layouts and what stays on the chip. On a v5e it
-takes a product of 8,192^3 for 6.4 ms (88 % of the peak) and an addition that streams for 57 % of the bandwidth. It was
-never compared with a chip; differences below 5 % mean nothing.
+The compiler annotates most instructions with estimated cycles. Their sum over all trips, divided by the clock, compares
+programs of the same shapes, because it includes tiles, layouts and data that stays on the chip. For a v5e, a product of
+8,192^3 takes 6.4 ms (88 % of the peak), and a streaming addition reaches 57 % of the bandwidth. The estimate was never
+compared with a chip; differences below 5 % mean nothing.
 
-What has no cycles costs, by formula:
+Instructions without cycles cost, by formula:
 
-- splash attention its FLOPs, more where heads are narrower than a matrix unit, or its bytes;
-- another kernel the larger of its FLOPs and bytes; another instruction its bytes;
-- an asynchronous copy its bytes at the bandwidth of HBM, one copy after the other, as far as the instructions between
-  its start and its end do not cover them;
-- a collective nothing: its time is that of `cost.step_time`.
+- a kernel, or another instruction: the longer of the times of its FLOPs and its bytes. Splash attention's FLOPs take
+  longer if its heads are narrower than the matrix unit;
+- an asynchronous copy: its bytes at HBM bandwidth, minus the time of the instructions between its start and its end;
+  copies run one after the other;
+- a collective: nothing, because `cost.timed` adds its time.
 
-Kinds of work are told by the sizes of arrays, so that the program of another trainer can be read, too.
+Array sizes tell the kinds of work apart, so programs of other trainers can be read, too.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _SLICES = {"dynamic-slice", "dynamic-update-slice"}
 
 
 class Sizes(NamedTuple):
-    """What tells kinds of work apart.
+    """Array sizes of a model, which tell kinds of work apart.
 
     Attributes:
         vocabulary: size of the vocabulary.
         hidden: size of the hidden states.
-        rank: of the adapters.
-        heads: numbers of heads, of queries and of keys.
-        head_dims: sizes of a head.
-        middle: sizes of the MLPs.
+        rank: rank of the adapters.
+        heads: numbers of query heads and of key heads.
+        head_dims: head sizes.
+        middle: inner sizes of the MLPs.
     """
 
     vocabulary: int
@@ -51,7 +51,7 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, shape: Shape, rank: int) -> Sizes:
-        """Returns the sizes of a model with adapters of a rank."""
+        """Returns the sizes of a model with adapters of rank `rank`."""
         middle = {size for kind in shape.kinds for one in kind.mlp_linears for size in (one.inputs, one.outputs)}
         heads = {number for kind in shape.kinds for number in (kind.heads, kind.kv_heads)}
         dims = {kind.head_dim for kind in shape.kinds}
@@ -65,19 +65,19 @@ def estimated_seconds(module: Module, instructions: list[Cost], sizes: Sizes, ch
 
     Args:
         module: the compiled program.
-        instructions: what they cost, of `hlo.instruction_costs`.
-        sizes: of the model.
-        chip: that the program is for.
+        instructions: costs from `hlo.instruction_costs`.
+        sizes: array sizes of the model.
+        chip: the program's target.
 
     Returns:
         Seconds of a step by kind, the largest first.
     """
     spent: dict[str, float] = defaultdict(float)
     known = {(one.computation, one.op.name): one for one in instructions}
-    alone: dict[str, float] = {}  # of one run of a computation
+    alone: dict[str, float] = {}  # seconds of one run of a computation
 
     def walk(computation: str) -> float:
-        now, free = 0.0, 0.0  # since the start of the computation: the time, and when the last copy is done
+        now, free = 0.0, 0.0  # seconds since the computation began: current time, and end of the last copy
         ends: dict[str, float] = {}
         for op in module.computations[computation].values():
             if op.opcode in ("while", "call", "conditional"):
@@ -102,8 +102,8 @@ def estimated_seconds(module: Module, instructions: list[Cost], sizes: Sizes, ch
 
 
 def instruction_seconds(one: Cost, chip: Chip) -> float:
-    """Returns the time of one run of an instruction; 0 of a collective and of a copy beside the computation."""
-    assert chip.clock is not None and chip.bf16_flops is not None  # of each chip that can be compiled for
+    """Returns the seconds of one run of an instruction; 0 for collectives and asynchronous copies."""
+    assert chip.clock is not None and chip.bf16_flops is not None  # known for every chip that can be compiled for
     if one.kind == "collective" or _is_beside(one):
         return 0.0
     if one.cycles is not None:
@@ -120,12 +120,12 @@ def _is_beside(one: Cost) -> bool:
 
 
 def _arrays(shape: str) -> list[list[int]]:
-    """Returns the sizes of the arrays in the text of a shape."""
+    """Returns the dimensions of all arrays in the text of a shape."""
     return [[int(size) for size in found.split(",")] for found in re.findall(r"\w\[([\d,]+)\]", shape)]
 
 
 def _kind(one: Cost, sizes: Sizes, in_loop: bool) -> str:
-    """Returns the kind of work that an instruction is."""
+    """Returns the kind of work of an instruction."""
     if one.kind == "kernel":
         return "attention kernel" if "splash" in one.op.name else "other kernels"
     results = _arrays(one.op.shape)

@@ -1,6 +1,6 @@
 """Traces the training step as TorchTPU compiles it, without weights and without a TPU; see `trace`.
 
-It needs a process of its own, of an environment with torch_tpu; `compile_check` starts it.
+It needs its own process in an environment with torch_tpu; `compile_check` starts it.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from tpu_kit.xla.traced_program import Program, lowering_for_tpu
 
 
 def trace_step(config: TrainConfig, num_replicas: int, topology: Topology) -> Program:
-    """As `trace.trace_step`, for replicas on chips of a topology.
+    """Traces a step like `trace.trace_step`, for replicas on the chips of a topology.
 
     Raises:
-        ValueError: as `model_copies.empty_model`; or the backend does not know the model.
+        ValueError: as `meta_model.empty_model`; or the backend does not support the model.
     """
     where = topology.name, topology.chips_per_host_bounds, topology.chip_config_name
     with without_chip.topology_as_device(*where), lowering_for_tpu():
         model, state, objective = prepared(config, TorchTpuRuntime(0, num_replicas, torch.device("meta")))
-        if num_replicas > 1:  # not before: a group makes the client, and seeds would ask it for memory
+        if num_replicas > 1:  # not earlier: the group makes a client, and seeds would allocate on it
             process_group.join_alone(num_replicas)
         steps = TracedSteps(
             model, state, objective, config.optim, TorchTpuRuntime(0, num_replicas, torch.device("tpu"))
@@ -44,7 +44,7 @@ def trace_step(config: TrainConfig, num_replicas: int, topology: Topology) -> Pr
         update, donated, *trees = steps.update(batches, torch.empty(3, device="meta"))
         made, mode = dict[int, Any](), FakeTensorMode(allow_non_fake_inputs=True)
 
-        def fake(tensor: torch.Tensor) -> torch.Tensor:  # one that occurs twice stays one
+        def fake(tensor: torch.Tensor) -> torch.Tensor:  # a tensor that occurs twice stays a single tensor
             if id(tensor) not in made:
                 with mode:
                     made[id(tensor)] = torch.empty_strided(

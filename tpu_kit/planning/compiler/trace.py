@@ -1,8 +1,8 @@
-"""Traces the training step without weights: the program that a replica on a TPU hands to its compiler.
+"""Traces the training step without weights: the program that a replica on a TPU would compile.
 
-The model is built from its config.json on PyTorch's "meta" device and prepared by the functions that training uses.
-Then every tensor is replaced by a placeholder of torch_xla, which has a shape and no bytes, and `step.train_step` runs
-once. It needs a process of its own, with PJRT_DEVICE=CPU and XLA_ALWAYS_ALLREDUCE=1: see `compile_check`.
+The model is built from its config.json on PyTorch's "meta" device and prepared by training's own functions. Then
+torch_xla placeholders, which have a shape and no bytes, replace all tensors, and `step.train_step` runs once. It needs
+its own process with PJRT_DEVICE=CPU and XLA_ALWAYS_ALLREDUCE=1: see `compile_check`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch._dynamo  # transformers' models import it, and torch 2.8 cannot do that under `torch.device`
+import torch._dynamo  # transformers' models import it, which fails under `torch.device` in torch 2.8
 
 from tpu_kit.config.loader import TrainConfig, batch_arithmetic
 from tpu_kit.config.mesh import BATCH, Spec, resolve_mesh
@@ -39,12 +39,12 @@ if TYPE_CHECKING:
 
 
 def trace_step(config: TrainConfig, num_replicas: int, part: str = "step") -> Program:
-    """Traces one update of one of `num_replicas` replicas, or of a mesh of so many devices; nothing is computed.
+    """Traces an update of one of `num_replicas` replicas, or of a mesh of that many devices; computes nothing.
 
     Args:
         config: the run.
-        num_replicas: the replicas, or the devices of the mesh.
-        part: the whole "step"; or of an update that is two programs of `SplitStep`, "accumulate" or "apply".
+        num_replicas: number of replicas, or of devices of the mesh.
+        part: the whole "step"; or "accumulate" or "apply", the two programs of `SplitStep`.
 
     Raises:
         ValueError: as `empty_model`; or the adapters do not fit the model.
@@ -79,7 +79,7 @@ def trace_step(config: TrainConfig, num_replicas: int, part: str = "step") -> Pr
                 split.accumulate(batches[0])
             else:
                 split.apply(control)
-            # As torch_xla does at a cut: a tensor that was changed in place donates its old buffer to the new value.
+            # As in torch_xla's `mark_step`: a tensor changed in place donates its old buffer to the new value.
             unchanged = {number for tensor, number in before if is_input(tensor, number)}
             replaced = {number for _, number in before} - unchanged
             outputs = [tensor for tensor in _kept(state, split) if tensor_number(tensor) not in unchanged]
@@ -88,7 +88,7 @@ def trace_step(config: TrainConfig, num_replicas: int, part: str = "step") -> Pr
 
 @contextlib.contextmanager
 def _mesh_of(config: TrainConfig, num_devices: int) -> Iterator[tuple[int, int]]:
-    """Makes the run's mesh that of this process; yields the number of replicas, and of shards of each one's rows."""
+    """Activates the run's mesh in this process; yields the numbers of replicas and of batch shards per replica."""
     if config.launch.mesh is None:
         yield num_devices, 1
         return
@@ -98,7 +98,7 @@ def _mesh_of(config: TrainConfig, num_devices: int) -> Iterator[tuple[int, int]]
 
 
 def prepared(config: TrainConfig, replica: Runtime) -> tuple[PreTrainedModel, TrainState, Objective]:
-    """Prepares the model as training does for a replica on "meta"."""
+    """Prepares model, state and objective as training does, on "meta"."""
     with torch.device("meta"):
         model = trainable.adapt(empty_model(config), config.lora, config.model.base_dtype).train()
         objective = objective_of(config)
@@ -108,7 +108,7 @@ def prepared(config: TrainConfig, replica: Runtime) -> tuple[PreTrainedModel, Tr
 
 
 def _specs(model: PreTrainedModel, state: TrainState) -> dict[str, Spec]:
-    """Returns the sharding of the tensors of a model, its state and the buffer of its gradients, by name."""
+    """Returns the sharding of model, state and gradient tensors by name."""
     specs = models.tensor_specs(model)
     for name, moments in state.moments.items():
         specs |= {f"moments.{name}.{kind}": state.spec(name, moment) for kind, moment in moments.items()}
@@ -119,18 +119,18 @@ def _specs(model: PreTrainedModel, state: TrainState) -> dict[str, Spec]:
 def trace_generation(
     config: TrainConfig, num_devices: int, part: str, *, rows: int, width: int, slots: int, samples: int = 1
 ) -> Program:
-    """As `trace_step` for a program of generation with sampling, for one device, or for a mesh of `num_devices`.
+    """Traces a program of generation with sampling, for one device or for a mesh of `num_devices`.
 
-    Of a run that samples the model is the one in training, else one that was loaded to generate.
+    If the run samples, the model is in training; otherwise it is as loaded for generation.
 
     Args:
         config: the run.
-        num_devices: of the mesh.
-        part: "prefill", "samples", which copies each prompt's cache for its samples, or "decode" for `BLOCK` steps.
-        rows: of the batch, padding included.
-        width: tokens to which prompts are padded.
-        slots: length of the key/value cache.
-        samples: of each prompt, which "samples" makes.
+        num_devices: devices of the mesh.
+        part: "prefill", "samples", which copies a prompt's cache for its samples, or "decode" for `BLOCK` steps.
+        rows: rows of the batch, padding included.
+        width: tokens of a padded prompt.
+        slots: length of the KV cache in tokens.
+        samples: copies of a prompt's cache in "samples".
     """
     with _mesh_of(config, num_devices):
         sampling = Sampling(max(1, slots - width), temperature=0.7, top_p=0.9)
@@ -172,25 +172,25 @@ def trace_generation(
 
 
 class _TracedReplica(TpuRuntime):
-    """A replica whose tensors are placeholders; nothing is computed."""
+    """A replica whose tensors are placeholders; it computes nothing."""
 
     def to_device(self, batches: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
         return [{k: placeholder(tuple(v.shape), v.dtype) for k, v in batch.items()} for batch in batches]
 
     def sync(self) -> None:
-        """Does nothing: `lower` takes the graph."""
+        """Does nothing: `lower` reads the graph."""
 
     def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        self.read = list(tensors)  # what would be read
+        self.read = list(tensors)  # for `lower`
         return [torch.zeros(tensor.shape) for tensor in tensors]
 
 
 def fill(model: torch.nn.Module, state: TrainState | None = None) -> dict[str, torch.Tensor]:
-    """Replaces every tensor of a model and a state on "meta" by a placeholder on the XLA device; returns them by name.
+    """Replaces all tensors of a model and a state on "meta" by placeholders on the XLA device; returns them by name.
 
-    A tensor that occurs twice (a tied weight, a parameter that the state holds too) stays one tensor.
+    A tensor that occurs twice (a tied weight, a parameter that the state also holds) stays a single tensor.
     """
-    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # keeps the old tensor, or its id would be used again
+    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # keeps the old tensor, so that its id is not reused
     inputs: dict[str, torch.Tensor] = {}
 
     def swap(tensor: torch.Tensor, name: str) -> torch.Tensor:
@@ -217,5 +217,5 @@ def fill(model: torch.nn.Module, state: TrainState | None = None) -> dict[str, t
 
 
 def _kept(state: TrainState, split: SplitStep | None) -> list[torch.Tensor]:
-    """The tensors that are alive after a step."""
+    """Returns the tensors that stay alive after a step."""
     return [*state.tensors().values(), *(split.tensors().values() if split else ())]
