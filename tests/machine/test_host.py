@@ -146,7 +146,7 @@ def test_weights_saved_in_fp8_are_held_in_bf16_before_they_are_quantised(tmp_pat
         )
         return capacity.check_memory(with_memory(tmp_path, 8 * 2**30), config, 1).found
 
-    assert "1.5 needed: 0.03 of weights in bf16 before they are quantised + 1 x 1.5" in found()
+    assert "1.5 needed: 0.03 of weights in bf16 before they are quantized + 1 x 1.5" in found()
     assert "1 x 0.06 of weights + " in found(base_dtype="fp32")
     (kept / "some-int4-128-0123").mkdir(parents=True)
     (kept / "some-int4-128-0123" / "config.json").touch()

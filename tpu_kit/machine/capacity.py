@@ -69,7 +69,7 @@ def loading_bytes(config: TrainConfig, sharded: bool = False) -> float | None:
 
 
 def cast_bytes(config: TrainConfig) -> float:
-    """Returns the bytes of bf16 weights that the host holds while it quantises fp8 files; 0 if not known.
+    """Returns the bytes of bf16 weights that the host holds while it quantizes fp8 files; 0 if not known.
 
     Other weights are rounded one tensor at a time. Nothing is cast if `model.quant_cache` has the integers already.
     """
@@ -122,9 +122,9 @@ def check_memory(at: Machine, config: TrainConfig, replicas: int) -> Check:
         return Check("Host memory", "ok", f"{text}; the size of {config.model.name} is not known from its name")
     processes = 1 if threads else replicas
     parts, weights = f"{replicas} x {size / GIB:.2f} of weights", replicas * size
-    # With a cache, one process quantises and the others wait.
+    # With a cache, one process quantizes and the others wait.
     if (cast := cast_bytes(config) * (1 if config.model.quant_cache else replicas)) > weights:
-        parts, weights = f"{cast / GIB:.2f} of weights in bf16 before they are quantised", cast
+        parts, weights = f"{cast / GIB:.2f} of weights in bf16 before they are quantized", cast
     need = weights + processes * PROCESS_BYTES
     parts += f" + {processes} x {PROCESS_BYTES / GIB:.1f}"
     text += f", {need / GIB:.1f} needed: {parts}"
