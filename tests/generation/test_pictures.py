@@ -175,11 +175,11 @@ def test_commands_and_files_ask_about_pictures(
         ([*asked, "model.name=embedded"], "embedded has no vision part: name a model that has, such as google/"),
         (
             ["image=pictures/photo.png", "prompt=<image> <image> a"],
-            "(<image>) 2 times, and 1 pictures: give image=FILE",
+            "(<image>): 2; pictures: 1; give image=FILE",
         ),
         (
             ["prompt=<image> a", "model.images=true"],
-            "(<image>) 1 times, and 0 pictures: give image=FILE for each place",
+            "(<image>): 1; pictures: 0; give image=FILE for each place",
         ),
         ([*asked, f"model.name={bare}"], "has no chat template to place it in the text"),
     ):
