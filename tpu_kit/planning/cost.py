@@ -197,7 +197,7 @@ def _work(config: TrainConfig, shape: Shape, plan: BatchPlan, context: int = 1) 
 
     A layer's FLOPs are traced (`Layer.products`). The trace has no adapters, no matrices outside layers, no attention
     kernel and no recomputation. With remat=full, the layers' forward pass is added without the MLP's last product; only
-    a norm after it needs that product. With such a norm, a tiled MLP is recomputed twice. With remat=blocks, most layers'
+    a norm after it needs that product, and then a tiled MLP is recomputed twice. With remat=blocks, most layers'
     forward pass is added again. Attention takes 4 S n d FLOPs per token forward, 2.5 times that backward (five products
     for two, or seven if not fused); its kernel skips blocks that the causal mask hides.
     """
