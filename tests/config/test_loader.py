@@ -62,7 +62,7 @@ def test_later_sources_win_and_are_remembered(write: Any) -> None:
         ["optim.batch_size", "1", "file"],
         ["optim.max_steps", "3", "command", "line"],
     ]
-    others = f"{len(parameters()) - 5} parameters have their defaults; config.yaml of the run has all"
+    others = f"{len(parameters()) - 5} parameters have their defaults; the run's config.yaml lists all"
     assert len(table) == 1 + 5 + 1 and table[-1] == others
     assert "file" in describe(load_config(config.to_dict())).split("optim.eps")[1]
 

@@ -384,7 +384,7 @@ GOOD = '{"question": "What is 2 + 3?", "answer": "5"}\n'
         (GOOD + "{bad}\n", {}, r"rows.jsonl, line 2, column 2: not valid JSON"),
         (GOOD, {"max_length": 8}, r"no loss tokens left: data.max_length=8 is too short for all 1 rows"),
         (GOOD, {"max_length": 1 << 20}, r"data.max_length=1048576 is longer than the \d+ positions of the model"),
-        (GOOD, {"batch_size": 2}, r"data set smaller than one global batch: it has 1 rows after packing"),
+        (GOOD, {"batch_size": 2}, r"data set smaller than one global batch: it has 1 packed rows, and an update takes"),
     ],
 )  # fmt: skip
 def test_bad_input_reaches_who_calls_train(

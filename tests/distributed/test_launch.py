@@ -127,7 +127,7 @@ def test_one_cpu_replica_runs_inline(
 
     assert launch(here, config_for(tmp_path, "cpu", "launch.num_replicas=1")) == (0, 1)
     assert pids == [os.getpid()]
-    said = "tpu_kit: device_type=cpu, 1 replica(s): as asked for\n"
+    said = "tpu_kit: device_type=cpu, 1 replica(s): as configured\n"
     assert capsys.readouterr().err == said
     monkeypatch.setattr(builtins, "__IPYTHON__", True, raising=False)
     launch(here, config_for(tmp_path, "cpu", "launch.num_replicas=1"))
@@ -564,7 +564,7 @@ def test_launch_cell_twice_in_one_kernel(tmp_path: Path, monkeypatch: pytest.Mon
     nbclient.NotebookClient(notebook, timeout=300, kernel_name="python3", allow_errors=True).execute()
     for cell in notebook.cells[1:3]:
         text = "".join(output.get("text", "") for output in cell.outputs if output.get("name") == "stdout")
-        device = "tpu_kit: device_type=cpu, 2 replica(s): as asked for\n"  # stderr looks like an error
+        device = "tpu_kit: device_type=cpu, 2 replica(s): as configured\n"  # stderr looks like an error
         assert text == device + "line 0 of rank 0\nline 1 of rank 0\nline 2 of rank 0\n(0, 2)\n", cell.outputs
     text = "".join(output.get("text", "") for output in notebook.cells[3].outputs)
     assert text == f"{device}7 True []\n", "the replica has a copy of the cell's functions and variables"

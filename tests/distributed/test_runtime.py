@@ -95,7 +95,7 @@ def test_explicit(
     found = detect(launch_config, machine(tmp_path, tpus, environ))
     assert found.device_type == launch_config.device_type
     assert found.num_replicas == replicas
-    assert found.reason == "as asked for"
+    assert found.reason == "as configured"
 
 
 def test_a_slice_of_several_hosts_is_a_mesh(tmp_path: Path) -> None:
@@ -193,7 +193,7 @@ def with_torch_tpu(root: Path, tpus: int = 1, environ: Mapping[str, str] | None 
 def test_torch_tpu_is_taken_where_it_is_asked_for_alone(tmp_path: Path) -> None:
     at = with_torch_tpu(tmp_path)
     found = detect(LaunchConfig("torch-tpu"), at)
-    assert (found.device_type, found.num_replicas, found.reason) == ("torch-tpu", 1, "as asked for")
+    assert (found.device_type, found.num_replicas, found.reason) == ("torch-tpu", 1, "as configured")
     with pytest.raises(ValueError, match=r"device_type=cpu to train on the CPU, or torch-tpu, which is experimental$"):
         detect(LaunchConfig(), at)
     with pytest.raises(ValueError, match=r"device_type=cpu, or torch-tpu, which is experimental$"):

@@ -132,7 +132,7 @@ def test_merged(shared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     own = AutoTokenizer.from_pretrained(shared / "adapter")
     assert AutoTokenizer.from_pretrained(out).chat_template == own.chat_template
     card = (out / "README.md").read_text()
-    for text in ("8 of 9 = 88.9%", "transformers, from f16", "LoRA, r = 16", "loss: 0.25", "6 rows only the tuned"):
+    for text in ("8 of 9 = 88.9%", "transformers, from f16", "LoRA, r = 16", "loss: 0.25", "6 rows are correct only"):
         assert text in card, card
     assert str(shared) not in card
     assert sorted(path.name for path in tmp_path.iterdir()) == ["merged"]

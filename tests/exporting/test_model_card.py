@@ -41,7 +41,7 @@ def test_a_card_has_the_figures_of_its_run(configure: Configure) -> None:
         f"| tokens per answer | {found['base']['mean_tokens']:.1f} | {found['tuned']['mean_tokens']:.1f} |",
         f"| well-formed reasoning | {found['base']['format_adherence']:.1%} |",
         "| correct (95 % interval) | 0 of 2 = 0.0%",
-        "0 rows only the tuned model answers correctly, 0 only the base",
+        "0 rows are correct only with the tuned model, 0 only with the base",
     ):
         assert line in card, card
 

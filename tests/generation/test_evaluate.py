@@ -111,7 +111,7 @@ def test_the_table_shows_the_figures_and_some_answers() -> None:
     first, *rest = text.splitlines()
     assert first.split() == ["base", "tuned"]
     assert rest[0].startswith("correct (95 % interval)  1 of 4 = 25.0% (4.6% to 69.9%)  2 of 4 = 50.0%")
-    assert "2 rows only the tuned model answers correctly, 1 only the base; p = 1 (McNemar, exact)" in rest
+    assert "2 rows are correct only with the tuned model, 1 only with the base; p = 1 (McNemar, exact)" in rest
     assert "  base, wrong:\n    <think>it is False\n  tuned, correct:\n    <think>it is True" in text
     assert "question 2" in text and "question 3" not in text
 
@@ -390,7 +390,7 @@ def test_a_verifier_that_raises_costs_its_row_alone(
     shown = str(both)
     assert rows[4]["question"] in shown and "base, not judged, the verifier raised KeyError: 'target':" in shown
     assert re.search(r"not judged \(error\) +1 +1\n", shown)
-    assert "3 rows left out, because the training data have their questions" in shown
+    assert "3 rows left out, because their questions are in the training data" in shown
     plain = json.loads(json.dumps(both.to_dict(), allow_nan=False))
     assert (plain["base"]["failed"], plain["seen_in_training"]) == (1, 3)
     assert plain["samples"][4]["tuned"]["error"] == "KeyError: 'target'" and "error" not in plain["samples"][0]["tuned"]
@@ -429,7 +429,7 @@ def test_questions_that_training_asks_too_are_left_out(
     assert (found.seen_in_training, len(found.base.samples)) == (2, 3)
     assert "run/eval.json could not be written (Is a directory)" in capsys.readouterr().err
     assert found.base.perplexity != found.tuned.perplexity
-    assert "2 rows left out, because the training data have their questions" in str(found)
+    assert "2 rows left out, because their questions are in the training data" in str(found)
 
 
 def test_the_command(mixed: tuple[TrainConfig, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -69,7 +69,7 @@ def test_rows_of_the_source_take_the_split_of_the_run(
     assert asked(found) == held and (found.seen_in_training, found.training_data_known) == (left_out, True)
     told = json.loads((folder / "run" / "eval.json").read_text())
     assert (told["seen_in_training"], len(told["samples"])) == (left_out, 4)
-    assert f"{left_out} rows left out, because the training data have their questions" in str(found)
+    assert f"{left_out} rows left out, because their questions are in the training data" in str(found)
     assert "has changed" not in capsys.readouterr().err
 
 

@@ -39,7 +39,7 @@ def test_plain_cpu_prints_rows(tmp_path: Path) -> None:
     )
     rows = done.stdout.splitlines()
     assert rows[0].startswith("✓ Python")
-    assert any(row.startswith("✓ Device type        device_type=cpu, 1 replica(s): as asked for") for row in rows)
+    assert any(row.startswith("✓ Device type        device_type=cpu, 1 replica(s): as configured") for row in rows)
 
 
 def test_failure_ends_with_status_1(tmp_path: Path) -> None:

@@ -360,14 +360,14 @@ def test_a_default_batch_is_lowered_to_what_the_rows_fill(small: Path, tmp_path:
     at, two = host(tmp_path / "host", 64), ("device_type=xla-cpu", "num_replicas=2")
     found = check_before_launch(run(small, *two), at=at, rows=5)
     assert found.config.optim.batch_size == 2
-    assert "plan             optim.batch_size=2, not 4: the data is 5 rows after packing" in str(found)
+    assert "plan             optim.batch_size lowered from 4 to 2: the data has 5 packed rows" in str(found)
     assert check_before_launch(run(small, *two), at=at, rows=8).config.optim.batch_size == 4
     for settings, rows, advice in (
         (["batch_size=4"], 5, "Set optim.batch_size=2, set data.packing=false"),
         (["gradient_accumulation=4"], 5, "Set optim.batch_size=1 with optim.gradient_accumulation=2, "),
         ([], 1, "Set launch.num_replicas=1, "),
     ):
-        with pytest.raises(ConfigError, match=rf"smaller than one global batch: it has {rows} rows .*{advice}"):
+        with pytest.raises(ConfigError, match=rf"smaller than one global batch: it has {rows} packed rows, .*{advice}"):
             check_before_launch(run(small, *two, *settings), at=at, rows=rows)
 
 

@@ -436,7 +436,7 @@ def test_the_cell_that_shows_the_data_counts_the_updates_of_prompts(
     settings = {"split": "train[:7]", "eval_rows": 4, "epochs": 1, "max_steps": None, "batch_size": 8}
     cells.show_data(of_rewards(run_of(tmp_path, **settings, prompts_per_update=1, num_iterations=2)))
     said = capsys.readouterr().out
-    assert "; 14 updates\n" in said and "14 updates are few, and teach little: raise optim.max_s" in said
+    assert "; 14 updates\n" in said and "14 updates are too few to learn much: raise optim.max_s" in said
     assert "or lower rl.prompts_per_update" in said
 
 
@@ -603,7 +603,7 @@ def test_prompts_are_those_that_a_model_is_asked_with() -> None:
         ({"beta": 0.1, "r": 0}, "rl.beta: 0.1 compares with the model without its adapter, and lora.r=0"),
         (
             {"max_completion_length": 128},
-            "rl.max_completion_length: 128 and a prompt must fit a row of data.max_length",
+            "rl.max_completion_length: 128 and a prompt must fit a row of data.max_length=128; raise data.max_length, or",
         ),
         ({"gradient_accumulation": 2}, "optim.gradient_accumulation: 2 is not for grpo"),
         ({"eval_steps": 2, "eval_rows": 4}, "optim.eval_steps: 2 evaluates only answers in grpo"),

@@ -343,7 +343,7 @@ def test_a_dry_run_prints_the_plan_and_leaves_nothing(
     assert main(command) == 0
     printed = capsys.readouterr().out
     lines = dict(line.split(None, 1) for line in printed.splitlines())
-    assert lines["machine"] == "device_type=cpu, 1 replica(s): as asked for" and "2 updates" in lines["batch"]
+    assert lines["machine"] == "device_type=cpu, 1 replica(s): as configured" and "2 updates" in lines["batch"]
     assert "resumed from     nothing: a new run" in printed and {"memory", "time", "packed", "objective"} < lines.keys()
     assert main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)

@@ -265,7 +265,7 @@ def test_the_held_out_loss_before_training_is_told_once(
     said = capfd.readouterr().out
     assert (start["step"], start["uniform"]) == (0, pytest.approx(math.log(640)))
     assert f"held-out loss    {start['loss']:.4g} before training; 6.461 is a uniform guess among 640 tokens" in said
-    assert "2 updates are few, and teach little: raise optim.max_steps or optim.epochs, or lower optim.bat" in said
+    assert "2 updates are too few to learn much: raise optim.max_steps or optim.epochs, or lower optim.bat" in said
     longer = sft.train(replace(config, optim=replace(config.optim, max_steps=4)))
     assert longer.step == 4 and records(config, "start") == [start]
     assert "before training" not in capfd.readouterr().out

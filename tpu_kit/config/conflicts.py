@@ -246,7 +246,7 @@ def _policy_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
     if not config.on_policy:
         return
     if rl.max_completion_length + (rl.max_prompt_length or 1) > data.max_length:
-        text = f"and a prompt must fit a row of data.max_length={data.max_length}; raise that, or lower it"
+        text = f"and a prompt must fit a row of data.max_length={data.max_length}; raise data.max_length, or lower this"
         yield "rl.max_completion_length rl.max_prompt_length data.max_length", text
     if data.source == "synthetic":
         because = "distill.on_policy" if config.distill.on_policy else "optim.objective"

@@ -253,7 +253,7 @@ def describe(config: TrainConfig) -> str:
     """Returns a table of the given parameters: name, value and source of the value."""
     given = [name for name in parameters() if name in config.sources]
     rows = [{"parameter": name, "value": show(config[name]), "source": config.sources[name]} for name in given]
-    others = f"{len(parameters()) - len(given)} parameters have their defaults; config.yaml of the run has all"
+    others = f"{len(parameters()) - len(given)} parameters have their defaults; the run's config.yaml lists all"
     return f"{text_tables.to_text(rows)}\n{others}" if rows else others
 
 

@@ -417,9 +417,9 @@ def too_few_rows(dataset_rows: int, plan: BatchPlan) -> str:
     elif dataset_rows >= replicas:
         fixes = [f"optim.batch_size=1 with optim.gradient_accumulation={dataset_rows // replicas}"]
     return (
-        f"data set smaller than one global batch: it has {dataset_rows} rows after packing, and one update takes "
-        f"{rows * replicas * passes} ({rows} per replica x {passes} accumulation x {replicas} replicas). Set "
-        f"{fixes[0]}, set data.packing=false (a row per example) or a smaller data.max_length, or give more data"
+        f"data set smaller than one global batch: it has {dataset_rows} packed rows, and an update takes "
+        f"{rows * replicas * passes} (batch_size {rows} x gradient_accumulation {passes} x replicas {replicas}). Set "
+        f"{fixes[0]}, data.packing=false (one example per row) or a smaller data.max_length, or give more data"
     )
 
 

@@ -66,7 +66,7 @@ def detect(launch: LaunchConfig | None = None, at: Machine | None = None, hosts:
     if wish == "auto":
         device_type, reason = _choose(pjrt, at)
     else:
-        device_type, reason = wish, "as asked for"
+        device_type, reason = wish, "as configured"
         wants_xla = wish != TORCH_TPU  # PJRT_DEVICE is for torch_xla
         if wants_xla and wish != (pjrt_wish := _PJRT.get(pjrt, wish)) and (wish, pjrt_wish) != ("cpu", "xla-cpu"):
             raise ValueError(

@@ -297,7 +297,7 @@ def check_metadata(machine: Machine) -> Check:
     """Checks that torch_xla can find the TPU's topology: at import it asks the metadata server or the environment."""
     name, tpus = "TPU metadata", machine.tpus()
     if not tpus:
-        return Check(name, "skipped", "not asked for: torch_xla needs it only on a machine with chips")
+        return Check(name, "skipped", "not requested: torch_xla needs it only on a machine with chips")
     chip = chips.chip(tpus[0])
     topology = chip.topologies.get(len(tpus))
     bounds = ",".join(map(str, topology.chips_per_host_bounds)) if topology else "X,Y,Z"
@@ -370,7 +370,7 @@ def check_settings(machine: Machine) -> Check:
         if environ.get(name, "0") not in ("", "0"):
             slow[name] = " writes a report at each step"
     text = "; ".join(name + why for name, why in slow.items())
-    return Check("Settings", "warning", text, unset(list(slow))) if slow else Check("Settings", "ok", "none slows it")
+    return Check("Settings", "warning", text, unset(list(slow))) if slow else Check("Settings", "ok", "no environment variable slows training")
 
 
 def verdict(checks: Sequence[Check], device_type: str, at: Machine | None = None) -> str:

@@ -204,7 +204,7 @@ def filled_batch(config: TrainConfig, replicas: int, rows: int | None) -> tuple[
     if given or rows < replicas:
         raise ConfigError([too_few_rows(rows, batch)])
     fewer = rows // replicas
-    note = f"optim.batch_size={fewer}, not {batch.batch_size}: the data is {rows} rows after packing"
+    note = f"optim.batch_size lowered from {batch.batch_size} to {fewer}: the data has {rows} packed rows"
     return replace(config, optim=replace(config.optim, batch_size=fewer)), [note]
 
 

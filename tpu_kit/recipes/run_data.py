@@ -113,8 +113,8 @@ def data_report(prepared: Prepared, plan: BatchPlan, total: int, config: TrainCo
         )
     else:
         left = len(prepared.train) % plan.global_batch_size
-        batch = f"batch            {plan}; {total:,} updates; {left} rows of each epoch are left over"
-    few = f"warning          {total:,} updates are few, and teach little: {MORE_UPDATES}"
+        batch = f"batch            {plan}; {total:,} updates; {left} packed rows of each epoch fill no update"
+    few = f"warning          {total:,} updates are too few to learn much: {MORE_UPDATES}"
     if prepared.tasks:
         few = few.replace("optim.batch_size or data.max_length", "rl.prompts_per_update")
     return "\n".join([str(prepared), *turns, batch, *[long] * (warmup > total), *[few] * (total < LEAST_UPDATES)])

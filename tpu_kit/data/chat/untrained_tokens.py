@@ -60,7 +60,7 @@ def describe_untrained(prepared: Prepared, weight: torch.Tensor, frozen: bool, l
     order = np.argsort(-counts[found], kind="stable")
     names = ", ".join(repr(tokenizer.decode([number])) for number in ids[found][order][:_SHOWN])
     more = f" and {found.sum() - _SHOWN} more" if found.sum() > _SHOWN else ""
-    advice = "write the rows without them or take another model"
+    advice = "Remove them from the rows, or take another model"
     if frozen:
-        advice = f"adapters do not train its output layer: {advice}, or name these tokens in lora.tokens"
-    return f"{share:.0%} of the tokens with loss are {names}{more}, which the model was never trained on; {advice}"
+        advice = f"Adapters do not train its output layer. {advice}, or name these tokens in lora.tokens"
+    return f"{share:.0%} of the tokens with loss are {names}{more}, which the base model was never trained on. {advice}"

@@ -160,7 +160,7 @@ class Comparison:
         lines = [text_tables.to_text(rows)]
         if self.base.accuracy.total:
             lines.append(
-                f"{self.gained} rows only the tuned model answers correctly, {self.lost} only the base; "
+                f"{self.gained} rows are correct only with the tuned model, {self.lost} only with the base; "
                 f"p = {self.p_value:.2g} (McNemar, exact)"
             )
         if self.head:
@@ -170,7 +170,7 @@ class Comparison:
                 f"{self.head.gained} rows correct only with it, {self.head.lost} only without; "
                 f"p = {self.head.p_value:.2g}"
             )
-        lines.append(f"{self.seen_in_training} rows left out, because the training data have their questions")
+        lines.append(f"{self.seen_in_training} rows left out, because their questions are in the training data")
         lines += [] if self.training_data_known else [UNKNOWN]
         pairs = list(zip(self.base.samples, self.tuned.samples, strict=True))
         raised = [pair for pair in pairs[_SHOWN:] if pair[0].error or pair[1].error][:_SHOWN]

@@ -41,7 +41,7 @@ def _of_base(args: argparse.Namespace, options: JudgedModel) -> tuple[str, dict[
     prepared = evaluation.held_out(args.config, plain=options.chat is False)
     report = evaluation.evaluate(args.config, prepared)
     seen = prepared.eval_report.seen_in_training if prepared.eval_report else 0
-    text = f"base model only\n{report}\n{seen} rows left out, because the training data have their questions"
+    text = f"base model only\n{report}\n{seen} rows left out, because their questions are in the training data"
     return text, {"base": report.to_dict(), "seen_in_training": seen}
 
 

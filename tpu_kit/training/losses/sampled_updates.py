@@ -208,8 +208,8 @@ class Rollouts(Updates):
         elif means.get("frac_reward_zero_std") == 1:
             silent = f" {', '.join(self._zero)}: 0 everywhere, the function may fail silently." if self._zero else ""
             found["flat"] = (
-                "all completions of a prompt got the same reward, for each prompt since the last log (for "
-                f"{means['frac_all_wrong']:.0%} of them none is right). Nothing was learned.{silent} Start from an "
+                "the completions of each prompt since the last log got equal rewards (no completion is correct for "
+                f"{means['frac_all_wrong']:.0%} of the prompts). Nothing was learned.{silent} Start from an "
                 f"adapter that solves some of the problems (lora.adapter), or use other problems or rewards"
                 f"{self._example()}"
             )
