@@ -132,7 +132,7 @@ def test_less_data_than_one_update_takes() -> None:
 
 def test_a_batch_that_grows_over_the_data_is_found_before_the_first_step() -> None:
     optim = OptimConfig(max_steps=10, batch_growth_factor=2, batch_growth_steps=2)
-    with pytest.raises(ValueError, match=r"it has 10 rows .*takes 16"):
+    with pytest.raises(ValueError, match=r"it has 10 packed rows, .*takes 16"):
         list(updates(10, plan(2), optim))
 
 

@@ -10,7 +10,9 @@ import os
 import re
 import shlex
 import subprocess
+import textwrap
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -246,6 +248,20 @@ def test_the_readme_is_short_and_leads_to_each_room() -> None:
     assert 150 <= len(TEXTS[MAIN].splitlines()) <= 229  # its first screen needs this many
     for path in ROOMS:
         assert f"]({path.relative_to(REPOSITORY).as_posix()}" in TEXTS[MAIN], path
+
+
+def test_the_number_of_symptoms_is_that_of_the_table() -> None:
+    text = (REPOSITORY / "notebooks/README.md").read_text() + "\n\n"
+    (table,) = re.findall(r"^\| \| what you see .*?\n\n", text, re.MULTILINE | re.DOTALL)
+    assert f"[{len(table.strip().splitlines()) - 2} symptoms]" in TEXTS[MAIN]
+
+
+def test_the_reward_function_of_the_readme_returns_a_number_per_completion() -> None:
+    text = (REPOSITORY / "tpu_kit/training/README.md").read_text()
+    (example,) = re.findall(r"  def short\(.*?(?=\n  ```)", text, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(textwrap.dedent(example), names)
+    assert names["short"]([[{"content": "12345"}], [{"content": ""}]]) == [-0.005, 0]
 
 
 def test_the_tree_has_a_line_for_each_room_and_no_other() -> None:

@@ -344,6 +344,7 @@ def test_a_dry_run_prints_the_plan_and_leaves_nothing(
     printed = capsys.readouterr().out
     lines = dict(line.split(None, 1) for line in printed.splitlines())
     assert lines["machine"] == "device_type=cpu, 1 replica(s): as configured" and "2 updates" in lines["batch"]
+    assert lines["batch"].endswith(" packed rows of each epoch fill no update")
     assert "resumed from     nothing: a new run" in printed and {"memory", "time", "packed", "objective"} < lines.keys()
     assert main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
