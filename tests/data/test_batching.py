@@ -126,7 +126,7 @@ def test_few_kinds_of_batches_are_compiled() -> None:
 
 
 def test_less_data_than_one_update_takes() -> None:
-    with pytest.raises(ValueError, match=r"smaller than one global batch: it has 7 packed rows, .*takes 8 .*batch_size 2 x"):
+    with pytest.raises(ValueError, match=r"one global batch: it has 7 packed rows, .*takes 8 .*batch_size 2 x"):
         list(updates(7, plan(2, 2, 2), OptimConfig()))
 
 

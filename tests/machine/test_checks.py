@@ -408,7 +408,7 @@ def test_replicas_do_not_inherit_what_kaggles_image_sets(tmp_path: Path, monkeyp
         ({"XLA_USE_EAGER_DEBUG_MODE": "1"}, "compiles and runs each operation alone", "unset XLA_USE_EAGER_DEBUG_MODE"),
         ({"XLA_FLAGS": "--xla_backend_optimization_level=0"}, "the compiler's optimisation off", "unset XLA_FLAGS"),
         ({"PT_XLA_DEBUG": "1"}, "writes a report at each step", "unset PT_XLA_DEBUG"),
-        ({"PJRT_DEVICE": "TPU", "PT_XLA_DEBUG": "0", "XLA_FLAGS": "--a=1"}, "no environment variable slows training", ""),
+        ({"PJRT_DEVICE": "TPU", "PT_XLA_DEBUG": "0", "XLA_FLAGS": "--a=1"}, "none slows it", ""),
     ],
 )  # fmt: skip
 def test_settings(tmp_path: Path, environ: dict[str, str], text: str, fix: str) -> None:

@@ -603,7 +603,7 @@ def test_prompts_are_those_that_a_model_is_asked_with() -> None:
         ({"beta": 0.1, "r": 0}, "rl.beta: 0.1 compares with the model without its adapter, and lora.r=0"),
         (
             {"max_completion_length": 128},
-            "rl.max_completion_length: 128 and a prompt must fit a row of data.max_length=128; raise data.max_length, or",
+            "rl.max_completion_length: 128 and a prompt must fit a row of data.max_length=128; raise data.max_length",
         ),
         ({"gradient_accumulation": 2}, "optim.gradient_accumulation: 2 is not for grpo"),
         ({"eval_steps": 2, "eval_rows": 4}, "optim.eval_steps: 2 evaluates only answers in grpo"),

@@ -370,7 +370,7 @@ def check_settings(machine: Machine) -> Check:
         if environ.get(name, "0") not in ("", "0"):
             slow[name] = " writes a report at each step"
     text = "; ".join(name + why for name, why in slow.items())
-    return Check("Settings", "warning", text, unset(list(slow))) if slow else Check("Settings", "ok", "no environment variable slows training")
+    return Check("Settings", "warning", text, unset(list(slow))) if slow else Check("Settings", "ok", "none slows it")
 
 
 def verdict(checks: Sequence[Check], device_type: str, at: Machine | None = None) -> str:
