@@ -266,7 +266,7 @@ def test_an_adapter_for_layers_that_are_not_there(tmp_path: Path) -> None:
     settings |= {"target_modules": ["c_attn"], "base_model_name_or_path": "openai-community/gpt2"}
     (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
     with pytest.raises(
-        ValueError, match=r"another base model than embedded: .*c_attn.*\(it says openai-community/gpt2"
+        ValueError, match=r"another base model than embedded: .*c_attn.*\(it names openai-community/gpt2"
     ):
         load_for_generation(EXACT, tmp_path)
 

@@ -102,8 +102,8 @@ def test_the_five_lines_of_the_readme_train_on_rows_of_ones_own(desk: Path) -> N
     for text in (
         "my_rows.jsonl: cot (question=question, reasoning=reasoning, answer=answer)", "60 read, 54 used",
         "with reasoning   54 of 54 replies", "held out         6, a tenth of the 60 different questions",
-        "generate_rows=64: there are 6 held-out rows",
-        "plan             optim.batch_size=", "; 80 updates; ", "time             at least ",
+        "generate_rows=64: there are only 6 held-out rows",
+        "plan             optim.batch_size lowered from ", "; 80 updates; ", "time             at least ",
     ):  # fmt: skip
         assert text in told, (text, told)
     shown = "\n".join(str(output) for cell in cells if cell.cell_type == "code" for output in cell.outputs)

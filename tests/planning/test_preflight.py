@@ -363,7 +363,7 @@ def test_a_default_batch_is_lowered_to_what_the_rows_fill(small: Path, tmp_path:
     assert "plan             optim.batch_size lowered from 4 to 2: the data has 5 packed rows" in str(found)
     assert check_before_launch(run(small, *two), at=at, rows=8).config.optim.batch_size == 4
     for settings, rows, advice in (
-        (["batch_size=4"], 5, "Set optim.batch_size=2, set data.packing=false"),
+        (["batch_size=4"], 5, "Set optim.batch_size=2, data.packing=false"),
         (["gradient_accumulation=4"], 5, "Set optim.batch_size=1 with optim.gradient_accumulation=2, "),
         ([], 1, "Set launch.num_replicas=1, "),
     ):
