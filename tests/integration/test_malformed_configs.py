@@ -413,7 +413,7 @@ def test_malformed_arguments_are_refused(
 # Settings that are wrong only on a given machine, and a part of the message before the launch.
 ON_THE_MACHINE: list[tuple[dict[str, Any], str]] = [
     ({"batch_size": 10**6}, "data set smaller than one global batch"),
-    ({"gradient_accumulation": 10**6, "batch_size": 10**6}, "one update takes 1000000000000"),
+    ({"gradient_accumulation": 10**6, "batch_size": 10**6}, "an update takes 1000000000000"),
     ({"max_length": 2**32 - 1}, "data.max_length=4294967295 is longer than the"),
     (
         {"global_batch_size": 10**8, "batch_size": "auto"},
