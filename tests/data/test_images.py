@@ -639,6 +639,8 @@ def test_settings_of_processors_that_are_not_computed(models: Callable[[str], Mo
 
     with pytest.raises(ValueError, match=r"image_mean=\[0, 0, 0\], but images of qwen3_5 are computed with \[0.5, 0.5"):
         made("qwen3_5", image_mean=[0, 0, 0])
+    with pytest.raises(ValueError, match=r"makes images of 1024 tokens, but memory is planned for 256; lower max"):
+        made("lfm2_vl", max_image_tokens=1024)
     with pytest.raises(ValueError, match=r"image_mean=\[0, 0, 0\], but images of smolvlm are computed with \[0.5, 0.5"):
         made("smolvlm", image_mean=[0, 0, 0])
     with pytest.raises(ValueError, match=r"cuts pictures \(do_pan_and_scan\), which is not trained; set it to false"):

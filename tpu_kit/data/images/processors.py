@@ -429,7 +429,7 @@ def image_processor(model: ModelConfig, tokenizer: Any, data: DataConfig) -> Ima
     if kind == "gemma3":
         return _gemma3(model, tokenizer, config, sizes, given, tokens)
     if kind == "lfm2_vl":
-        return _lfm2(tokenizer, config, sizes, given, tokens)
+        return _lfm2(model.name, tokenizer, config, sizes, given, tokens)
     names = ("size", "max_image_size", "resample", "do_resize", "do_image_splitting")
     kept: dict[str, Any] = {name: given[name] for name in names if name in given}
     kept |= _resolution(tokens, sizes.tokens, kept.get("max_image_size", {}).get("longest_edge") or vision.image_size)
@@ -513,7 +513,7 @@ def _qwen(model: ModelConfig, tokenizer: Any, config: Any, given: Mapping[str, A
     return Qwen(sizes, options, token, config.image_token_id, vision.patch_size, vision.spatial_merge_size)
 
 
-def _lfm2(tokenizer: Any, config: Any, sizes: Sizes, given: Mapping[str, Any], tokens: int | None) -> Lfm2:
+def _lfm2(name: str, tokenizer: Any, config: Any, sizes: Sizes, given: Mapping[str, Any], tokens: int | None) -> Lfm2:
     kept: dict[str, Any] = {name: given.get(name, value) for name, value in _OF_LFM2.items()}
     merge, patch, whole = config.downsample_factor, config.vision_config.patch_size, kept["max_image_tokens"]
     of_tile = (kept["tile_size"] // patch // merge) ** 2
@@ -523,8 +523,12 @@ def _lfm2(tokenizer: Any, config: Any, sizes: Sizes, given: Mapping[str, Any], t
         kept |= {"max_tiles": tiles, "max_image_tokens": min(tokens, whole)}
         kept["min_image_tokens"] = min(kept["min_image_tokens"], max(1, tokens // 4))  # sides are rounded up
     most = max(kept["max_image_tokens"], of_tile * kept["do_image_splitting"])
-    texts = [_TILE.format(row, column) for row in range(1, 21) for column in range(1, 21)]
-    ids = _ids_of(tokenizer, (_START, _END, _THUMBNAIL, *texts))
+    if most > TILE_TOKENS:
+        text = f"makes images of {most} tokens, but memory is planned for {TILE_TOKENS}; lower max_image_tokens or"
+        raise ValueError(f"model.name={name}: its image processor {text} tile_size in preprocessor_config.json")
+    every = range(1, kept["max_tiles"] + 1)
+    named = (_TILE.format(row, column) for row in every for column in every)
+    ids = _ids_of(tokenizer, (_START, _END, _THUMBNAIL, *named))
     token = str(tokenizer.convert_ids_to_tokens(config.image_token_id))
     sizes = sizes._replace(tokens=most, patches=most * merge**2)
     return Lfm2(sizes, kept, token, config.image_token_id, ids, patch, merge)
