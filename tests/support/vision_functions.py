@@ -10,7 +10,6 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from types import ModuleType
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import torch
@@ -270,8 +269,12 @@ def lfm2_processor() -> Any:
     absent = {} if is_torchvision_available() else {name: ModuleType(name) for name in names}
     for name, module in absent.items():
         vars(module)["functional"] = absent[names[-1]] if name == names[2] else None
-    with mock.patch.dict(sys.modules, absent):
+    sys.modules.update(absent)  # mock.patch.dict would empty sys.modules for a moment, in which other threads import
+    try:
         from transformers.models.lfm2_vl.image_processing_lfm2_vl import Lfm2VlImageProcessor
+    finally:
+        for name in absent:
+            del sys.modules[name]
 
     class ByPil(TorchvisionBackend):
         def resize(self, image: torch.Tensor, size: Any, resample: Any = None, **_: Any) -> torch.Tensor:
