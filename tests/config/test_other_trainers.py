@@ -138,7 +138,7 @@ def test_a_file_of_axolotl_is_read_as_ours(read: Any) -> None:
     }  # fmt: skip
     assert {name: config[name] for name in ours} == ours
     assert "evals_per_epoch=4 is ignored: there are no rows to evaluate on" in notes
-    assert "attn_implementation='flash_attention_2' is ignored: the flash-attn package runs on CUDA alone" in notes
+    assert "attn_implementation='flash_attention_2' is ignored: the flash-attn package runs only on CUDA" in notes
     assert "lora_model_dir" not in notes and "deepspeed" not in notes, "null is absent"
 
 
@@ -155,8 +155,8 @@ def test_absent_keys_have_the_defaults_of_the_trainer(read: Any) -> None:
         assert f"{name} is the default of TRL" in notes
     assert "dataset_name is absent" not in notes and "lora_target_modules is absent" not in notes
     assert "resume_from_checkpoint is absent: a run starts anew there; here checkpoint.resume=auto continues" in notes
-    assert "completion_only_loss is absent: rows of a prompt and a completion have loss on the completion" in notes
-    assert "lora_target_modules is absent: PEFT's choice" in read("model_name_or_path: a/b\nuse_peft: true\n")[1]
+    assert "completion_only_loss is absent: rows with a prompt and a completion have loss on the compl" in notes
+    assert "lora_target_modules is absent: PEFT chooses" in read("model_name_or_path: a/b\nuse_peft: true\n")[1]
     config, notes = read("base_model: a/b\nadapter:\nlora_r: 8\nlearning_rate: 1e-5\n")
     assert (config.lora.r, config.data.max_length, config.data.packing, config.optim.batch_size) == (0, 512, False, 1)
     assert config.optim.warmup_ratio == 0.03 and config.data.eval_rows == 0
@@ -242,7 +242,7 @@ def test_a_value_is_translated_exactly(read: Any, text: str, ours: dict[str, Any
 def test_adamw_of_small_moments_is_adamw_for_adapters_alone(write: Any, name: str, capsys: Any) -> None:
     config = load_config(path := write(f"optimizer: {name}"))
     assert config.optim.optimizer == "adamw"
-    note = f"note: {path}: optimizer='{name}' -> optim.optimizer='adamw': the moments of adapters are small"
+    note = f"note: {path}: optimizer='{name}' -> optim.optimizer='adamw': the optimizer state of adapters is small"
     assert note in capsys.readouterr().err
     for full in ("use_peft: false", "lora: {r: 0}", "lora.r: 0", "base_model: a/b", "model_name_or_path: a/b"):
         (found,) = problems(write(f"optim: {name}\n{full}"))
@@ -256,47 +256,47 @@ def test_adamw_of_small_moments_is_adamw_for_adapters_alone(write: Any, name: st
         ("save_strategy: epoch", "save_strategy: 'epoch' has no counterpart here; set checkpoint.save_steps"),
         ("eval_strategy: epoch", "set optim.eval_steps, the updates between evaluations"),
         ("eval_strategy: steps", "set optim.eval_steps, the updates between evaluations"),
-        ("eval_steps: 5\nload_best_model_at_end: false", "load_best_model_at_end: false has no counterpart here; the "),
-        ("bnb_4bit_quant_type: nf4", "bitsandbytes runs on CUDA alone; use model.base_dtype=int4 or int8"),
+        ("eval_steps: 5\nload_best_model_at_end: false", "load_best_model_at_end: false has no counterpart here; a ru"),
+        ("bnb_4bit_quant_type: nf4", "bitsandbytes runs only on CUDA; use model.base_dtype=int4 or int8"),
         ("load_in_4bit: true\nload_in_8bit: true", "model.base_dtype: given twice, as 'int4' and as load_in_8bit=true"),
         ("load_in_4bit: true\nfp16: true", "a TPU has no float16"),
         ("evals_per_epoch: 4\nmax_steps: 100", "set optim.eval_steps, the updates between evaluations"),
-        ("rl: grpo", "rl: 'grpo': files of such runs are not supported; the kit itself trains on rows, on pairs of re"),
-        ("image_size: 512", "image_size: 512: images, sounds and videos are not supported: the kit trains on t"),
-        ("push_to_hub: true", "push_to_hub: true: a push without the name of a repository is not supported: set hub"),
-        ("push_to_hub: true\nhub_model_id: a/b\nhub_strategy: all_checkpoints", "hub_strategy: 'all_checkpoints': all"),
-        ("push_dataset_to_hub: a/b", "rows are not pushed; set hub.model_id=your-name/a-name to push the result"),
+        ("rl: grpo", "rl: 'grpo': files of such runs are not supported; the kit trains on rows, on pairs of re"),
+        ("image_size: 512", "image_size: 512: settings for images, sounds and videos are not supported in file"),
+        ("push_to_hub: true", "push_to_hub: true: a push without the repository's name is not supported: set hu"),
+        ("push_to_hub: true\nhub_model_id: a/b\nhub_strategy: all_checkpoints", "hub_strategy: 'all_checkpoints': it"),
+        ("push_dataset_to_hub: a/b", "the kit does not push data; set hub.model_id=your-name/a-name to push the resu"),
         ("hub_token: x", "hub_token: (hidden) has no counterpart here; secrets do not belong in a file: set it in the"),
         ("fp16: true", "a TPU has no float16"),
-        ("neftune_noise_alpha: 5", "there is no noise on embeddings here; remove it"),
-        ("report_to: mlflow", "set tracking.wandb=online or tracking.tensorboard=true"),
+        ("neftune_noise_alpha: 5", "the kit adds no noise to embeddings; remove it"),
+        ("report_to: mlflow", "the kit's trackers are W&B and TensorBoard: set tracking.wandb=onl"),
         ("resume_from_checkpoint: out/checkpoint-5", "checkpoint.resume=auto resumes from the newest checkpoint"),
         ("adapter: dora", "adapter: 'dora' has no counterpart here; it may be lora or qlora; set lora.r"),
-        ("test_datasets: [{path: a}, {path: b}]", "for evaluation there is one source, data.eval_source"),
+        ("test_datasets: [{path: a}, {path: b}]", "evaluation has one source, data.eval_source"),
         ("datasets: [{path: a}, {path: b, type: alpaca}]", "datasets[2]: datasets.type: 'alpaca' has no counterpart"),
         ("datasets: [{path: a, fraction: 0.5}, {path: b}]", "lacks a share above 0 for some of the 2 data sets"),
-        ("datasets: [{path: a, type: alpaca}]", "datasets.type: 'alpaca' has no counterpart here; it writes prompts"),
-        ("datasets: [{path: a, shards: 4}]", "datasets.shards: 4 has no counterpart here; the rows are read by"),
-        ("special_tokens: {eos_token: x}", "special_tokens.eos_token: 'x' has no counterpart here; model.name's"),
+        ("datasets: [{path: a, type: alpaca}]", "datasets.type: 'alpaca' has no counterpart here; this type has "),
+        ("datasets: [{path: a, shards: 4}]", "datasets.shards: 4 has no counterpart here; set data.source, data"),
+        ("special_tokens: {eos_token: x}", "special_tokens.eos_token: 'x' has no counterpart here; it comes from"),
         ("modules_to_save: score", "modules_to_save: 'score' has no counterpart here; lora.full takes the input and"),
-        ("trainable_token_indices: {lm_head: [3]}", "name the tokens in lora.tokens, or give a list of their ids"),
+        ("trainable_token_indices: {lm_head: [3]}", "set lora.tokens to the tokens, or give one list of their ids"),
         ("base_model: a/b\ntokens: [<x>]", "add the tokens to the tokenizer and the model, save both into a folder"),
-        ("embedding_lr_scale: 0.1", "set optim.embedding_learning_rate to its product with the learning rate"),
-        ("lora_target_modules: .*_proj", "write the names' endings as a list, as in [q_proj, v_proj]"),
+        ("embedding_lr_scale: 0.1", "set optim.embedding_learning_rate to the learning rate times this factor"),
+        ("lora_target_modules: .*_proj", "list the endings of the layers' names, such as [q_proj, v_proj]"),
         ("average_tokens_across_devices: false", "average_tokens_across_devices: false has no counterpart here"),
-        ("base_model: a/b\nbatch_size: 4", "batch_size: 4 has no counterpart here; axolotl's is the rows of an update"),
+        ("base_model: a/b\nbatch_size: 4", "batch_size: 4 has no counterpart here; axolotl's batch_size counts the ro"),
         ("model_name_or_path: a/b\nmax_length:", "max_length: null has no counterpart here; every row has"),
         ("lr_scheduler_type: polynomial",
          'lr_scheduler_type: \'polynomial\' has no counterpart here; optim.schedule is "cosine", "linear" or "const'),
         ("model_name_or_path: a/b\nnum_generations: 4\ntop_p: 0.9", "top_p: 0.9 has no counterpart here; completions"),
         ("model_name_or_path: a/b\nreward_funcs: [accuracy_reward]", "write module:function, such as trl.rewards:accu"),
-        ("model_name_or_path: a/b\nreward_funcs: [accuracy, format]", "names of open-r1: its accuracy is math here"),
+        ("model_name_or_path: a/b\nreward_funcs: [accuracy, format]", "these names are open-r1's: use math for accu"),
         ("model_name_or_path: a/b\nreward_funcs: [math]\nper_device_train_batch_size: 8", "set rl.prompts_per_update"),
         ("lr: 1\nlearning_rate: 2", "optim.learning_rate: given twice"),
         ("num_epochs: 1\nnum_train_epochs: 2", "optim.epochs: given twice, as 1 and as num_train_epochs=2"),
         ("epohcs:", "epohcs: no such parameter (given null); did you mean optim.epochs?"),
         ("per_device_train_batch_sise: 1", "per_device_train_batch_sise: no such parameter"),
-        ("base_model: a/b\nrl: kto\ndatasets: [{path: c/d, type: chat_template}]", "write (chatml or llama3).argilla,"),
+        ("base_model: a/b\nrl: kto\ndatasets: [{path: c/d, type: chat_template}]", "use argilla, argilla_chat, intel,"),
         ("base_model: a/b\nrl: dpo\nkto_desirable_weight: 0.5", "preference.desirable_weight: 0.5 is for kto; remove "),
         ("model_name_or_path: a/b\nstage: kto\npref_ftx: 0.5", "pref_ftx: 0.5 has no counterpart with kto; set it"),
         ("model_name_or_path: a/b\nloss_type: apo_zero_unpaired", "'apo_zero_unpaired' is not here; use kto, which r"),
@@ -306,20 +306,20 @@ def test_adamw_of_small_moments_is_adamw_for_adapters_alone(write: Any, name: st
          "loss_type: 'hinge' of CPOTrainer has no reference, but here it has; set loss_type=simpo, or loss"),
         ("model_name_or_path: a/b\ncpo_alpha: 0.5", "loss_type: 'sigmoid' of CPOTrainer has no reference"),
         ("model_name_or_path: a/b\nloss_type: simpo\ncpo_alpha: much", "cpo_alpha: 'much' is not a number"),
-        ("model_name_or_path: a/b\nloss_type: simpo\nalpha: 0.3", "alpha: 0.3 has no counterpart here; rewards are lo"),
+        ("model_name_or_path: a/b\nloss_type: simpo\nalpha: 0.3", "alpha: 0.3 has no counterpart here; the kit does n"),
         ("model_name_or_path: a/b\nbeta: 0.1\nsync_ref_model: true", "sync_ref_model: true has no counterpart here; t"),
-        ("model_name_or_path: a/b\nbeta: 0.1\nuse_weighting: true", "a pair has no weight by its likelihood or its le"),
+        ("model_name_or_path: a/b\nbeta: 0.1\nuse_weighting: true", "the kit does not weight pairs by likelihood or l"),
         ("model_name_or_path: a/b\nbeta: 0.1\ntruncation_mode: keep_end", "truncation_mode: 'keep_end' has no counter"),
-        ("model_name_or_path: a/b\nbeta: 0.1\nref_model: c/d", "the reference is the model as it starts, with lora.ad"),
+        ("model_name_or_path: a/b\nbeta: 0.1\nref_model: c/d", "the reference is always the model before training"),
         ("model_name_or_path: a/b\nbeta: 0.1\ngenerate_during_eval: true", "set tracking.eval_generate_rows"),
         ("model_name_or_path: a/b\nbeta: 0.1\nlabel_smoothing: 0.1", "preference.pref_smoothing: 0.1 is for robust, e"),
         ("model_name_or_path: a/b\nbeta: 0.1\nloss_type: [sigmoid, sft]\nloss_weights: [1]", "gives 1 weights for 2"),
         ("base_model: a/b\nrl: dpo\ndatasets: [{path: c/d, type: chatml}]", "write chatml.prompt_pairs, chatml.icr, c"),
         ("base_model: a/b\nrl: dpo\ndatasets: [{path: c/d, type: zephyr.nectar}]", "write chat_template.default, or r"),
         ("base_model: a/b\nrl: dpo\ndatasets: [{path: c/d, type: {prompt_format: '[INST] {prompt} [/INST]'}}]",
-         "datasets.type.prompt_format: '[INST] {prompt} [/INST]' has no counterpart here; it writes prompts of its ow"),
-        ("base_model: a/b\nrl: orpo\ncpo_alpha: 1.0", "cpo_alpha: 1.0 has no counterpart here; it is of simpo (cpo_al"),
-        ("base_model: a/b\nrl: dpo\ntrl: {beta: 0.1}", "it is of grpo; write its beta as rl_beta"),
+         "datasets.type.prompt_format: '[INST] {prompt} [/INST]' has no counterpart here; this type has its own promp"),
+        ("base_model: a/b\nrl: orpo\ncpo_alpha: 1.0", "cpo_alpha: 1.0 has no counterpart here; cpo_alpha is for simpo"),
+        ("base_model: a/b\nrl: dpo\ntrl: {beta: 0.1}", "it belongs to grpo; write its beta as rl_beta"),
         ("base_model: a/b\nrl: dpo\nrl_beta: 0.1\norpo_alpha: 0.2", "preference.pref_beta: given twice, as 0.1 and as"),
         ("model_name_or_path: a/b\nstage: sft\npref_loss: sigmoid\nsource: a.jsonl", "pref_loss: 'sigmoid' has no cou"),
     ],
@@ -626,11 +626,11 @@ def test_a_file_of_trls_dpo_is_a_run_on_pairs(read: Any) -> None:
     assert as_trained(config).recipe == "dpo"
     for text in (
         "loss_type=['sigmoid', 'sft'], loss_weights=[1.0, 0.5] -> preference.losses=['sigmoid', 'sft'], preference.l",
-        "beta=0.05 -> preference.pref_beta=0.05", "precompute_ref_log_probs=true is ignored: the reference is computed",
-        "max_length=2048 -> data.max_length=2048: it is of the prompt with one reply there; a row here has the prompt ",
-        "max_prompt_length=512 is ignored: prompts are never cut", "use_weighting=false is ignored: it is the default",
-        "sync_ref_model=false is ignored: it is the default", "disable_dropout=true is ignored: lora.dropout is the on",
-        "lora_dropout=0.05 is ignored: trainers of pairs turn dropout off", "packing=false is the default of TRL DPO",
+        "beta=0.05 -> preference.pref_beta=0.05", "precompute_ref_log_probs=true is ignored: the kit computes the refe",
+        "max_length=2048 -> data.max_length=2048: there it limits the prompt with one reply, here the prompt with both",
+        "max_prompt_length=512 is ignored: the kit cuts the ends", "use_weighting=false is ignored: it is the default",
+        "sync_ref_model=false is ignored: it is the default", "disable_dropout=true is ignored: the kit's only dropout",
+        "lora_dropout=0.05 is ignored: this trainer turns dropout off", "packing=false is the default of TRL DPO",
     ):  # fmt: skip
         assert f": {text}" in notes
     assert "loss_type is absent" not in notes and "data.max_length is absent" not in notes
@@ -645,10 +645,8 @@ def test_absent_keys_of_pairs_have_the_defaults_of_trl(read: Any) -> None:
         "data.packing": False, "data.max_length": 1024, "data.eval_rows": 0, "preference.losses": ("sigmoid",),
     }  # fmt: skip
     assert {name: config[name] for name in trl} == trl
-    assert (
-        "loss_type is absent: it is sigmoid (DPO) there and here; files of ORPOTrainer and KTOTrainer look the" in notes
-    )
-    assert "data.max_length is absent: it is 1024 there, too, of the prompt with one reply; here a row of data" in notes
+    assert "loss_type is absent: it is sigmoid (DPO) there and here; files for ORPOTrainer and KTOTrainer can" in notes
+    assert "data.max_length is absent: it is 1024 there too, but for the prompt with one reply; here data.max" in notes
     theirs = fields_of("trl", *OF_PAIRS[0]) | fields_of("trl", *OF_PAIRS[1])
     trls = {
         "f_alpha": "f_alpha_divergence_coef",
@@ -673,7 +671,7 @@ def test_the_command_decides_between_trainers_of_the_same_keys(write: Any, capsy
     assert as_trained(config).recipe == "dpo", "also for plan and doctor, which look at the parameters"
     assert "optim.batch_size=8 is the default of TRL DPO" in capsys.readouterr().err
     assert parse(["train", str(path)]).config.optim.learning_rate == load_config(path).optim.learning_rate == 2e-5
-    with pytest.raises(ConfigError, match=r"'ipo' is not .*losses of pairs .dpo. are preference.losses"):
+    with pytest.raises(ConfigError, match=r"'ipo' is not .*set preference.losses for pairs .dpo."):
         parse(["dpo", "loss_type=ipo"])
     orpo = as_trained(parse(["dpo", str(path), "losses=[orpo]", "pref_beta=0.3"]).config)
     assert orpo.preference.losses == ("orpo",) and orpo.data.format == "preference"
@@ -699,7 +697,7 @@ PAIR_FILES = [
      {"preference.losses": ("sigmoid", "sft"), "preference.loss_weights": (1.0, 0.2)}, "rpo_alpha=0.2 -> preference"),
     ("model_name: a/b\nmax_seq_length: 512\nloss_type: ipo\nbeta: 0.2\nper_device_train_batch_size: 2",
      {"preference.losses": ("ipo",), "preference.pref_beta": 0.2, "data.max_length": 512, "data.packing": True},
-     "max_seq_length=512 -> data.max_length=512: it is of the prompt with one reply there"),
+     "max_seq_length=512 -> data.max_length=512: there it limits the prompt with one reply"),
     # axolotl
     (AXOLOTL_DPO,
      {"preference.losses": ("sigmoid", "sft"), "preference.loss_weights": (1.0, 0.2), "preference.pref_beta": 0.2,
@@ -757,7 +755,7 @@ LABEL_FILES = [
     ("model_name_or_path: a/b\nstage: kto\npref_beta: 0.3\nkto_chosen_weight: 2\nkto_rejected_weight: 0.5\n"
      "source: a.jsonl",
      {"preference.losses": ("kto",), "preference.pref_beta": 0.3, "preference.desirable_weight": 2,
-      "preference.undesirable_weight": 0.5, "optim.learning_rate": 5e-5}, "stage='kto' is ignored: losses=[kto] is"),
+      "preference.undesirable_weight": 0.5, "optim.learning_rate": 5e-5}, "stage='kto' is ignored: losses=[kto] sets"),
 ]  # fmt: skip
 
 
@@ -848,6 +846,6 @@ def test_other_rotary_positions_than_the_models_are_refused_by_name(write: Any, 
     (told,) = problems(write(text))
     assert "rope_scaling" in told
     assert told.endswith(
-        "rotary positions are those of model.name's config.json, as an adapter does not carry others; remove it, or "
-        "take a model with more positions"
+        "rotary positions come from model.name's config.json, because an adapter cannot store others; remove it, or "
+        "use a model with more positions"
     )

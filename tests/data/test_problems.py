@@ -116,18 +116,18 @@ def test_advice_by_the_text_of_an_error(text: str, expected: str) -> None:
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        ("load_in_4bit=true", "bitsandbytes runs on CUDA alone; use model.base_dtype=int4 or int8"),
-        ("bnb_4bit_quant_type=nf4", "bitsandbytes runs on CUDA alone; use model.base_dtype=int4 or int8"),
-        ("base_dtype=nf4", "bitsandbytes runs on CUDA alone; use model.base_dtype=int4 or int8"),
+        ("load_in_4bit=true", "bitsandbytes runs only on CUDA; use model.base_dtype=int4 or int8"),
+        ("bnb_4bit_quant_type=nf4", "bitsandbytes runs only on CUDA; use model.base_dtype=int4 or int8"),
+        ("base_dtype=nf4", "bitsandbytes runs only on CUDA; use model.base_dtype=int4 or int8"),
         ("base_dtype=float16", "a TPU has no float16; use model.base_dtype=bf16"),
-        ("attn_implementation=flash_attention_2", "leave model.attention=auto: splash on TPU, sdpa elsewhere"),
-        ("model.attention=flash_attention_2", "leave model.attention=auto: splash on TPU, sdpa elsewhere"),
+        ("attn_implementation=flash_attention_2", "model.attention=auto uses splash on a TPU and sdpa elsewhere"),
+        ("model.attention=flash_attention_2", "model.attention=auto uses splash on a TPU and sdpa elsewhere"),
         ("optim=paged_adamw_8bit", "use optim.optimizer=adamw, or with lora.r=0 adafactor"),
         ("optimizer=paged_adamw_32bit", "use optim.optimizer=adamw, or with lora.r=0 adafactor"),
         ("optim=adamw_torch_fused", "XLA has no fused AdamW; optim.optimizer=adamw is compiled into the step"),
         ("optimizer=adamw_torch_fused", "XLA has no fused AdamW; optim.optimizer=adamw is compiled into the step"),
-        ("use_liger_kernel=true", "Liger's kernels run on CUDA alone"),
-        ("fsdp=full_shard", "it runs on CUDA alone"),
+        ("use_liger_kernel=true", "Liger's kernels run only on CUDA"),
+        ("fsdp=full_shard", "it runs only on CUDA"),
     ],
 )
 def test_tools_of_cuda_alone_are_refused_with_what_works(given: str, told: str) -> None:
