@@ -21,7 +21,7 @@ from tests.planning.test_memory_estimate import ANSWERS, configuration, name_of
 from tests.support.child_processes import PYTHONPATH, REPOSITORY, child_environment
 from tests.support.compiler_models import LLAMA_8B, QWEN2_500M, TINY, cache_bytes_per_token, write_config
 from tpu_kit.cli import main
-from tpu_kit.config.loader import ModelConfig, TrainConfig, batch_arithmetic, load_config
+from tpu_kit.config.loader import ConfigError, ModelConfig, TrainConfig, batch_arithmetic, load_config
 from tpu_kit.config.schema import LEAST_UPDATES
 from tpu_kit.data.prepare import prepare
 from tpu_kit.machine.slices import RESERVE, find_slice
@@ -268,8 +268,18 @@ def test_hours_that_are_not_known(small: Path, tmp_path: Path) -> None:
     assert "has 40 MiB, too much to tokenize" in count_rows(run(small, f"source={large}")).reason
     (tmp_path / "bad.jsonl").write_text("{")
     assert "not valid JSON" in count_rows(load_config(None, [f"source={tmp_path}/bad.jsonl"])).reason
-    few = load_config("embedded-cot", ["max_steps=null", "global_batch_size=4000", "warmup_steps=0"])
-    assert "rows" in plan(few)[0].unknown
+
+
+def test_a_batch_larger_than_the_data_is_found_by_plan(tmp_path: Path) -> None:
+    """`train` lowers the default, and refuses the value that a plan before proposed."""
+    rows = [{"question": f"How much is {n} + {n}?", "answer": f"Twice {n} is {2 * n}. #### {2 * n}"} for n in range(60)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = ["model.name=embedded", f"source={tmp_path}/rows.jsonl", "epochs=3", "max_length=1024", "warmup_steps=0"]
+    (found,) = plan(load_config(None, settings))
+    assert found.update.batch_size == 2 and found.updates == 3
+    assert "optim.batch_size lowered from 4 to 2: the data has 2 packed rows" in found.note
+    with pytest.raises(ConfigError, match=r"v5litepod-1: data set smaller.*it has 2 packed.*Set optim.batch_size=2"):
+        plan(load_config(None, [*settings, "batch_size=4"]))
 
 
 def test_largest() -> None:

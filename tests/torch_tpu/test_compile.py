@@ -50,23 +50,14 @@ def test_the_client_calls_the_functions_of_pjrt() -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_plan_and_profile_ask_the_compiler(tmp_path: Path) -> None:
-    """By the user's command; and dropout, whose seed is drawn on the chip."""
+    """By the user's command: dropout, whose seed is drawn on the chip, and a mix, whose batches have another column."""
     around = {**environment(), "HOME": str(tmp_path), "TPU_LIBRARY_PATH": None}
-    command = [
-        "-m",
-        "tpu_kit",
-        "plan",
-        "embedded-cot",
-        *SMALL,
-        "lora.dropout=0.1",
-        "--chip",
-        "v5e",
-        "--exact",
-        "--json",
-    ]
-    (planned,) = json.loads(run_python(command, env=around, cwd=tmp_path, timeout=900).stdout)
-    print({name: planned[name] for name in ("source", "peak_bytes", "step_seconds", "compile_seconds")})
-    assert planned["source"] == "compiler" and planned["fits"] and planned["aliased_bytes"] > 0
+    mix = "source=[{source: embedded, name: a}, {source: embedded, name: b, split: 'train[:200]'}]"
+    for settings in (["embedded-cot", "lora.dropout=0.1"], ["embedded-cot", mix]):
+        command = ["-m", "tpu_kit", "plan", *settings, *SMALL, "--chip", "v5e", "--exact", "--json"]
+        (planned,) = json.loads(run_python(command, env=around, cwd=tmp_path, timeout=900).stdout)
+        print({name: planned[name] for name in ("source", "peak_bytes", "step_seconds", "compile_seconds")})
+        assert planned["source"] == "compiler" and planned["fits"] and planned["aliased_bytes"] > 0
     profile = ["-m", "tpu_kit", "profile", "embedded-cot", *SMALL, "lora.dropout=0.1", "chip=v5e"]
     text = run_python(profile, env=around, cwd=tmp_path, timeout=900).stdout
     assert "predicted from the compiled program" in text and "matrix product" in text and "kernel" in text

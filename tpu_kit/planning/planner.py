@@ -27,7 +27,7 @@ from tpu_kit.planning.ladder import MOST_TOKENS, Advice, advise, batches, option
 from tpu_kit.planning.memory.argument_memory import table
 from tpu_kit.planning.mesh_choice import find_places, placed
 from tpu_kit.planning.program_peaks import program_rows
-from tpu_kit.planning.run_cost import Count, TimePlan, count_rows, count_updates, time_plan
+from tpu_kit.planning.run_cost import Count, TimePlan, count_rows, count_updates, filled_batch, time_plan
 from tpu_kit.planning.run_on_slice import Inference, Setting, inference, with_rows
 from tpu_kit.torch_tpu.limits import run_limits
 from tpu_kit.training.losses.rollout_programs import check_sampling, warnings_of
@@ -133,6 +133,9 @@ def plan(config: TrainConfig, chips: Sequence[str] = ("v5e",), exact: bool = Fal
 def _planned(config: TrainConfig, shape: Shape, where: TargetSlice, rows: Count, exact: bool) -> Plan:
     config, where, meshed = placed(config, shape, where, one_row="optim.batch_size" not in config.sources)
     config, notes = where.calibration.apply(config)
+    if config.optim.batch_size != "auto" and not rows.reason:  # a reason means that the rows are not counted exactly
+        config, lowered = filled_batch(config, where.mesh.batch_shards if where.mesh else where.replicas, rows.count)
+        notes = [*notes, *lowered]
     settings = candidates(config, shape, where, rows)
     picked = verified(settings) if exact else fastest(settings)
     config, memory, mesh = picked.config, picked.memory, where.mesh

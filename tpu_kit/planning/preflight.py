@@ -15,7 +15,6 @@ from typing import Any
 
 from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic
 from tpu_kit.config.mesh import Mesh
-from tpu_kit.data.batching import too_few_rows
 from tpu_kit.distributed.detection import Backend, detect, device_memory_budget, seen_on
 from tpu_kit.machine.checks import Machine
 from tpu_kit.machine.chips import GIB
@@ -27,7 +26,7 @@ from tpu_kit.planning.cost import StepTime, model_flops, work
 from tpu_kit.planning.memory.argument_memory import item_bytes
 from tpu_kit.planning.mesh_choice import check_mesh, placed
 from tpu_kit.planning.planner import MOST_UNTIMED_ROWS, best_setting, verified
-from tpu_kit.planning.run_cost import Count
+from tpu_kit.planning.run_cost import Count, filled_batch
 from tpu_kit.planning.run_on_slice import Setting
 from tpu_kit.training.losses.rollout_programs import rollout_of, warnings_of
 from tpu_kit.xla.splash_blocks import padded_length, query_block
@@ -193,19 +192,6 @@ def check_before_launch(
         one = verified([one], None if exact else seconds)
     notes += [_answer(one)] if one and _answer(one) else []
     return Preflight(config, room, one, (*notes, *([f"memory not known: {problem}"] if problem else [])))
-
-
-def filled_batch(config: TrainConfig, replicas: int, rows: int | None) -> tuple[TrainConfig, list[str]]:
-    """Lowers the default batch size if the rows do not fill the batch; raises ConfigError if it was set."""
-    batch = batch_arithmetic(config, replicas)
-    if rows is None or config.free_passes or rows >= batch.global_batch_size:
-        return config, []
-    given = {"optim.batch_size", "optim.global_batch_size", "optim.gradient_accumulation"} & set(config.sources)
-    if given or rows < replicas:
-        raise ConfigError([too_few_rows(rows, batch)])
-    fewer = rows // replicas
-    note = f"optim.batch_size lowered from {batch.batch_size} to {fewer}: the data has {rows} packed rows"
-    return replace(config, optim=replace(config.optim, batch_size=fewer)), [note]
 
 
 def settle(

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from tpu_kit.config.loader import TrainConfig, batch_arithmetic
+from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic
 from tpu_kit.config.sections.data import GENERATED
 from tpu_kit.machine.chips import (
     FREE_SLICES,
@@ -76,6 +76,33 @@ def count_rows(config: TrainConfig) -> Count:
         return Count(len(prepared.tasks.numbers) if prepared.tasks else len(prepared.train))
     except ValueError as error:  # the run raises it, too
         return Count(None, str(error))
+
+
+def filled_batch(config: TrainConfig, replicas: int, rows: int | None) -> tuple[TrainConfig, list[str]]:
+    """Lowers the default rows of a pass if the packed `rows` of the data do not fill an update.
+
+    Args:
+        config: the run, with a number in `optim.batch_size`.
+        replicas: replicas, or shards of the batch on a mesh.
+        rows: packed rows of an epoch; None if they are not known.
+
+    Returns:
+        The run, and a note if it was changed.
+
+    Raises:
+        ConfigError: there are fewer rows than replicas, or the configuration sets the batch size.
+    """
+    batch = batch_arithmetic(config, replicas)
+    if rows is None or config.free_passes or rows >= batch.global_batch_size:
+        return config, []
+    from tpu_kit.data.batching import too_few_rows  # it loads torch
+
+    given = {"optim.batch_size", "optim.global_batch_size", "optim.gradient_accumulation"} & set(config.sources)
+    if given or rows < replicas:
+        raise ConfigError([too_few_rows(rows, batch)])
+    fewer = rows // replicas
+    note = f"optim.batch_size lowered from {batch.batch_size} to {fewer}: the data has {rows} packed rows"
+    return replace(config, optim=replace(config.optim, batch_size=fewer)), [note]
 
 
 def count_updates(config: TrainConfig, replicas: int, rows: Count) -> Count:

@@ -14,10 +14,10 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 from tpu_kit.config.loader import TrainConfig, batch_arithmetic
 from tpu_kit.distributed.replica.backends import TorchTpuRuntime
 from tpu_kit.machine.chips import Topology
+from tpu_kit.model import attention
 from tpu_kit.planning.compiler.trace import prepared
 from tpu_kit.torch_tpu import process_group, without_chip
 from tpu_kit.torch_tpu.program import trace
-from tpu_kit.training.objectives import ROW
 from tpu_kit.training.step import TracedSteps
 from tpu_kit.xla.compiler import program_of
 from tpu_kit.xla.traced_program import Program, lowering_for_tpu
@@ -38,9 +38,10 @@ def trace_step(config: TrainConfig, num_replicas: int, topology: Topology) -> Pr
             model, state, objective, config.optim, TorchTpuRuntime(0, num_replicas, torch.device("tpu"))
         )
         passes = batch_arithmetic(config, num_replicas).gradient_accumulation
-        shape = batch_arithmetic(config, num_replicas).batch_size, config.data.max_length
-        batches = [{name: torch.empty(shape, dtype=dtype, device="meta") for name, dtype in ROW.items()}
-                   for _ in range(passes)]  # fmt: skip
+        rows, length = batch_arithmetic(config, num_replicas).batch_size, config.data.max_length
+        columns = objective.batch_columns(attention.sees_all(model)).items()
+        batches = [{name: torch.empty(rows, length * width, dtype=dtype, device="meta")
+                    for name, (width, dtype) in columns} for _ in range(passes)]  # fmt: skip
         update, donated, *trees = steps.update(batches, torch.empty(3, device="meta"))
         made, mode = dict[int, Any](), FakeTensorMode(allow_non_fake_inputs=True)
 
