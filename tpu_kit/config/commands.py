@@ -28,8 +28,8 @@ class Command:
     Attributes:
         run: takes the result of `cli.parse`, and returns the exit code.
         details: text that --help shows after the summary, such as exit codes.
-        arguments: files and flags: the keyword arguments of `add_argument` by name.
-        own: dataclasses whose fields the command takes as `key=value`.
+        arguments: files and flags: the keyword arguments of `add_argument` by the argument's name, such as "--json".
+        own: dataclasses whose `knob` fields the command takes as `key=value`.
         others: whether it also takes the parameters of a run or of a notebook as `key=value`.
     """
 
@@ -41,7 +41,7 @@ class Command:
 
     @property
     def summary(self) -> str:
-        """The docstring of `run`."""
+        """The docstring of `run`, empty if it has none; --help shows it."""
         return self.run.__doc__ or ""
 
 

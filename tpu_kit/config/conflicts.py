@@ -29,7 +29,7 @@ _SEQUENCE_EPSILON = 0.1  # far above useful clipping of ratios per completion (G
 
 
 def conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
-    """Yields (names, problem) for every contradiction: space-separated parameters, and the problem of the first."""
+    """Yields (names, problem) for every contradiction: parameters separated by spaces, and the problem of the first."""
     model, lora, data = config.model, config.lora, config.data
 
     if config.run_name in (".", "..") or set(config.run_name) & set('/\\:*?"<>|') or not _is_name(config.run_name):
@@ -81,7 +81,7 @@ def conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
 
 
 def _embedding_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
-    """Yields the contradictions between the parameters of trained embeddings."""
+    """Yields (names, problem) as `conflicts`: trained embeddings with images or twice, and their rate without any."""
     lora, rate = config.lora, config.optim.embedding_learning_rate
     if lora.tokens and lora.full:
         yield "lora.tokens lora.full", "trains vectors of embeddings that lora.full trains in full; remove either"
@@ -110,7 +110,7 @@ def _remat_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
 
 
 def _without_effect(config: TrainConfig) -> Iterator[tuple[str, str]]:
-    """Yields the non-default parameters that have no effect because of another parameter."""
+    """Yields (names, problem) for non-default parameters without effect, or refused, because of the second name."""
     model, distill, optim, rl = config.model, config.distill, config.optim, config.rl
     sampler = "distill.on_policy" if distill.on_policy else "grpo"
     of_distill = " ".join(leaf.name for leaf in fields(distill))
@@ -216,7 +216,7 @@ def _objective_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
 
 
 def _policy_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
-    """Yields the contradictions between the parameters of runs that sample."""
+    """Yields (names, problem) as `conflicts`: within `rl` for all runs, with rows and lengths if the run samples."""
     rl, data, sampler = config.rl, config.data, "distill.on_policy" if config.distill.on_policy else "grpo"
     if rl.loss_type == "cispo" and rl.epsilon_high < 1:
         text = "limits the ratio itself with rl.loss_type=cispo, and ratios are about 1; set rl.epsilon_high=5"
@@ -257,7 +257,7 @@ def _policy_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
 
 
 def _preference_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
-    """Yields the contradictions between the parameters of runs on pairs of replies."""
+    """Yields (names, problem) as `conflicts`: within `preference` for all runs, and with the data section for `dpo`."""
     preference, lora = config.preference, config.lora
     losses = {*preference.losses}
     if preference.loss_weights is not None and len(preference.loss_weights) != len(preference.losses):
@@ -308,7 +308,7 @@ def _is_date(text: str) -> bool:
 
 
 def _is_name(text: str) -> bool:
-    """Returns whether a text can name a file or folder, and be typed."""
+    """Returns whether a text is printable, without outer spaces, and has 1 to 200 bytes of UTF-8."""
     return text == text.strip() and text.isprintable() and 0 < len(text.encode()) <= 200
 
 
@@ -330,7 +330,7 @@ def _evaluation_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
 
 
 def _mix_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
-    """Yields the contradictions with several sources, and with a fixed order of rows."""
+    """Yields (names, problem) as `conflicts` for order, pack_apart and curriculum, and for shares of tokens."""
     data, arranged = config.data, [name for name in ("order", "pack_apart") if config[f"data.{name}"] in _ARRANGED]
     for name in arranged if not data.mix else ():
         yield f"data.{name} data.source", "is for several sources; remove it, or give data.source a list"
@@ -348,7 +348,7 @@ def _mix_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
 
 
 def _stream_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
-    """Yields the contradictions with streamed text."""
+    """Yields (names, problem) as `conflicts` for settings that data.streaming=true does not allow."""
     data, tracking, distill = config.data, config.tracking, config.distill
     if not data.streaming:
         return

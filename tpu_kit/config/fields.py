@@ -41,10 +41,10 @@ SECRET_ADVICE = (
 
 
 class ConfigError(ValueError):
-    """All problems of a configuration at once.
+    """All problems of a configuration at once; the error's text lists the first 50.
 
     Attributes:
-        problems: one text per problem, each naming the parameter, its value and the fix.
+        problems: a text per problem, usually with the parameter, its value and the fix; secrets are replaced by ***.
     """
 
     def __init__(self, problems: Iterable[str]) -> None:
@@ -65,13 +65,13 @@ def knob(
     convert: Callable[[Any], Any] | None = None,
     **bounds: float,
 ) -> T:
-    """Declares a dataclass field.
+    """Returns a `dataclasses.field` that declares a parameter; only `ConfigField.read` checks values.
 
     Args:
         default: its default.
         help: its meaning; --help prints it.
         check: raises ValueError for a bad value, with the problem and the fix; not called for None.
-        convert: converts a plain value to the declared type if that is not a plain type; raises as `check`.
+        convert: converts any given value, also None, to the declared type if that is not plain; raises as `check`.
         bounds: limits of numbers: at_least, above, at_most, below. They do not apply to texts and None.
     """
     assert bounds.keys() <= _BOUNDS.keys(), bounds
@@ -80,7 +80,7 @@ def knob(
 
 @dataclass(frozen=True)
 class ConfigField:
-    """One declared parameter; `name` is dotted, such as `optim.batch_size`."""
+    """A declared parameter: dotted `name` (`optim.batch_size`), type annotation `hint`, and the arguments of `knob`."""
 
     name: str
     hint: Any
@@ -98,7 +98,7 @@ class ConfigField:
     def is_text(self, text: str) -> bool:
         """Returns whether a value from the shell is text to take as it is, not YAML to parse.
 
-        With `convert`, only a text in brackets is YAML: the glob [ab].jsonl is a name.
+        True if the type has only texts, choices and null. With `convert`, True unless the text is in brackets.
         """
         if self.convert is not None:
             return not (text.startswith("[") and text.endswith("]"))
@@ -109,10 +109,11 @@ class ConfigField:
         return f"  {self.name}={show(self.default)}  ({kind})\n      {self.help}"
 
     def read(self, value: object) -> Any:
-        """Returns `value` in the declared type.
+        """Returns `value` in the declared type; numbers may be text.
 
         Raises:
-            ValueError: the value has another type, is out of bounds, is refused by `check`, or looks like a secret.
+            ValueError: the value has another type, is empty, out of bounds or too large for 32 bits, holds NUL, is
+                refused by `check`, or looks like a secret. The text names the parameter.
         """
         if is_secret_value(value):
             raise ValueError(f"{self.name}: the value looks like a secret; {SECRET_ADVICE}")
@@ -169,10 +170,10 @@ class ConfigField:
 
 
 def check_knobs(values: Any) -> list[str]:
-    """Converts the non-default parameters of a dataclass instance to their declared types, in place.
+    """Converts the non-default `knob` fields of a dataclass instance, even if frozen, to their types, in place.
 
     Returns:
-        A problem for each value that `ConfigField.read` refuses.
+        A text for each value that `ConfigField.read` refuses; such values stay as they are.
     """
     problems = []
     for name, parameter in knobs_of(type(values)).items():
@@ -185,7 +186,7 @@ def check_knobs(values: Any) -> list[str]:
 
 
 def knobs_of(cls: type, prefix: str = "") -> dict[str, ConfigField]:
-    """Returns all parameters of a dataclass and of its nested dataclasses by dotted name, in declaration order."""
+    """Returns the `knob` fields of a dataclass and its nested dataclasses by `prefix` and dotted name, in order."""
     parameters: dict[str, ConfigField] = {}
     hints = get_type_hints(cls)
     for f in fields(cls):
@@ -199,7 +200,7 @@ def knobs_of(cls: type, prefix: str = "") -> dict[str, ConfigField]:
 
 
 def show(value: object) -> str:
-    """Returns a value as the user would write it, in at most 80 characters; secrets are hidden."""
+    """Returns null, true, false or the value's repr (a tuple as list), cut to 80 characters; hides a secret."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     text = repr(list(value) if isinstance(value, tuple) else value)
@@ -230,22 +231,22 @@ def wanted(hint: Any) -> str:
 
 
 def closest(word: str, known: Iterable[str], similarity: float = 0.6) -> list[str]:
-    """Returns a list with the known name most similar to `word`; an empty list if none is similar enough."""
+    """Returns a list of the known name most similar to `word` in lower case; [] if no ratio reaches `similarity`."""
     return difflib.get_close_matches(word.lower(), list(known), n=1, cutoff=similarity)
 
 
 def is_secret_name(name: str) -> bool:
-    """Returns whether a parameter of this name would hold a token, a key or a password."""
+    """Returns whether a name ends in token, secret, password, credentials or api/access/private key, in any case."""
     return _SECRET_NAME.search(name) is not None
 
 
 def is_secret_value(value: object) -> bool:
-    """Returns whether a value is unmistakably a token or a key, or holds a password."""
+    """Returns whether a value's text contains a token or key of a known form, or a URL with a password."""
     return _SECRET_VALUE.search(str(value)) is not None
 
 
 def hide_secrets(text: str) -> str:
-    """Replaces tokens, keys, passwords and the values of secret environment variables in a text by ***.
+    """Returns `text` with *** for tokens, keys, passwords in URLs and values of secret environment variables.
 
     Apply it to texts of other libraries before they are printed, written or shortened: a cut secret is not recognised.
     """
@@ -254,7 +255,7 @@ def hide_secrets(text: str) -> str:
 
 @functools.lru_cache(maxsize=4)
 def _secrets(environ: tuple[tuple[str, str], ...]) -> re.Pattern[str]:
-    """Returns a pattern of an environment's secrets: plain, percent-encoded, escaped, and as passwords in URLs."""
+    """Returns a pattern of known forms, and of an environment's secrets over 5 characters, plain and encoded."""
     found = set()
     for name, value in environ:
         if _SECRET_VARIABLE.search(name) and not os.path.exists(value):  # a path tells where a key is, not the key
@@ -271,7 +272,7 @@ def _secrets(environ: tuple[tuple[str, str], ...]) -> re.Pattern[str]:
 
 
 def nest(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns values by dotted name as one dictionary per section."""
+    """Returns values by dotted name as a dictionary per section; names without a section stay at the top."""
     nested: dict[str, Any] = {}
     for name, value in values.items():
         *section, leaf = name.split(".", 1)
@@ -280,7 +281,7 @@ def nest(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def near_multiples(number: int, unit: int) -> str:
-    """Returns the multiples of `unit` next to `number`, for an error text."""
+    """Returns the multiples of `unit` around `number` as text, "4 or 8"; only `unit` if `number` is smaller."""
     lower = number // unit * unit
     return f"{lower} or {lower + unit}" if lower else str(unit)
 
@@ -290,7 +291,7 @@ def _members(hint: Any) -> tuple[Any, ...]:
 
 
 def _as(value: Any, kind: Any) -> Any:
-    """Converts `value` to a single plain type; raises TypeError, ValueError or OverflowError if it has another type."""
+    """Returns `value` as `kind`, not a union; raises TypeError, ValueError or OverflowError if it is none or empty."""
     origin = get_origin(kind)
     if is_dataclass(kind) and type(value) is kind:
         return value
@@ -324,7 +325,7 @@ def _texts(value: Any) -> list[str]:
 
 
 def _number(value: Any) -> int | float:
-    """Returns a number, also from numpy or from text, which the form fields of a notebook give."""
+    """Returns a number, also from numpy or text (notebooks' form fields); raises TypeError or ValueError for others."""
     if isinstance(value, bool):
         raise TypeError
     if isinstance(value, numbers.Integral):

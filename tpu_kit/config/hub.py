@@ -27,7 +27,7 @@ def check_formats(names: str | tuple[str, ...]) -> None:
 
 
 def check_repository_name(name: str) -> None:
-    """Raises ValueError if `name` is not owner/name of a repository on the hub."""
+    """Raises ValueError if `name` is not of the form owner/name that the hub allows; does not look for it there."""
     owner, slash, rest = name.partition("/")
     if not slash:
         raise ValueError(f"has no owner; write owner/name, as in your-name/{name[:40]}")
@@ -39,13 +39,13 @@ def check_repository_name(name: str) -> None:
 
 
 def check_branch(name: str) -> None:
-    """Raises ValueError if `name` cannot name a branch."""
+    """Raises ValueError unless `name` has only letters, digits, _ and inner . / -, no "..", and is no commit's hash."""
     if not _BRANCH.fullmatch(name) or ".." in name or re.fullmatch("[0-9a-f]{40}", name):
         raise ValueError("is no branch; name one, such as main")
 
 
 def read_hub_address(text: str) -> tuple[str, str | None]:
-    """Returns repository and revision (None if absent) of hf://owner/name@revision; raises ValueError for others."""
+    """Returns ("owner/name", revision or None) of hf://owner/name@revision; raises ValueError for other texts."""
     address, _, revision = text.removeprefix("hf://").rstrip("/").partition("@")
     if not text.startswith("hf://"):
         raise ValueError("is no address on the hub; write hf://owner/name or hf://owner/name@commit")
@@ -81,7 +81,7 @@ class HubConfig:
 
 
 def hub_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
-    """Yields the contradictions of this section with the rest of a run, in the form of `conflicts.conflicts`."""
+    """Yields (names, problem) as `conflicts.conflicts`, for `hub`, checkpoint.source and an hf:// output_dir."""
     hub, checkpoint, objective = config.hub, config.checkpoint, config.optim.objective
     adapters = {"adapter", "gguf-lora"} & {*config.hub_formats}
     if adapters and not config.lora.r:

@@ -3,9 +3,9 @@
     config = load_config("embedded-cot", ["batch_size=2", "optim.max_steps=20"])
     print(describe(config))
 
-A parameter's name includes its section (`optim.batch_size`); a unique leaf name may stand alone (`batch_size`).
-Later sources win: default, environment, file, notebook parameter, command line. schema.py declares the parameters,
-fields.py converts their values.
+A parameter's name includes its section (`optim.batch_size`); a unique leaf name may stand alone (`batch_size`), and
+`seed` sets both seeds. Later sources win: default, environment, file, notebook parameter, command line. schema.py
+declares the parameters, fields.py converts their values.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _WITH_SECTION = {"checkpoint.source", "hub.revision", "hub.format"}
 
 
 def read_value(name: str, text: str) -> Any:
-    """Returns the value of `name=text` on the command line, as YAML or Python's None; raises ConfigError if invalid."""
+    """Reads `text` of `name=text` as YAML, and "None" as None; raises ConfigError if it is no YAML. Checks no type."""
     from tpu_kit.config.files import strict_yaml  # not needed for --help
 
     if text == "None":  # copied from the parameters of a notebook; as a text it would name a folder
@@ -65,17 +65,17 @@ def load_config(
     *,
     command: str = "",
 ) -> TrainConfig:
-    """Reads a configuration; `config.sources` has the source of every value.
+    """Reads a configuration, also TPU_MESH_CONFIG; its `sources` have the source of every given value.
 
     Args:
-        path: a YAML file, the name of a shipped one (`embedded-cot`), the values of a file (see `read_yaml`), or None
-            for the defaults.
+        path: a YAML file, the name of a shipped file (`embedded-cot`), the values of a file (see `read_yaml`), or None
+            for the defaults. A file of another trainer is translated, with notes on stderr.
         overrides: `key=value` texts of the command line (values in YAML; the last value of a key wins), or a mapping.
-        parameters: a notebook's parameters by leaf name, such as `{"batch_size": 2}`.
+        parameters: a notebook's parameters by leaf or dotted name, such as `{"batch_size": 2}`.
         command: the command that reads the file, such as dpo; it decides between other trainers with equal keys.
 
     Raises:
-        ConfigError: with all problems.
+        ConfigError: the file cannot be read; or all problems at once: unknown names, invalid or contradictory values.
     """
     reader = _Reader()
     try:
@@ -101,7 +101,7 @@ def load_config(
 
 
 class _Reader:
-    """Collects values by dotted name from several sources, and their problems."""
+    """Collects values by dotted name, their sources and their problems; `config` raises the problems as ConfigError."""
 
     def __init__(self) -> None:
         self.values: dict[str, Any] = {}
@@ -176,7 +176,7 @@ class _Reader:
         self.sources[name] = source
 
     def _names(self, key: str, value: object) -> list[str]:
-        """Returns the dotted names of a key; records a problem and returns none if it is unknown or ambiguous."""
+        """Returns the dotted names of a key, two for `seed`; [] and a new problem if it is unknown or ambiguous."""
         known = parameters()
         if key in known:
             return [key]
@@ -228,7 +228,7 @@ def _read_file(path: str | Path) -> Mapping[str, Any]:
 
 
 def read_yaml(path: Path) -> Mapping[str, Any]:
-    """Returns the values of a YAML file; raises ConfigError if it cannot be read, or holds no mapping."""
+    """Returns the values of a YAML file as they are, {} if it is empty; raises ConfigError if it holds no mapping."""
     from tpu_kit.config.files import strict_yaml
 
     try:
@@ -244,13 +244,13 @@ def read_yaml(path: Path) -> Mapping[str, Any]:
 
 
 def _shortened(text: str | Path) -> str:
-    """Returns a printable text of at most 300 characters."""
+    """Returns `text` cut to 300 characters, with escapes for characters that UTF-8 cannot encode."""
     text = str(text).encode(errors="backslashreplace").decode()
     return text if len(text) <= 300 else f"{text[:297]}..."
 
 
 def describe(config: TrainConfig) -> str:
-    """Returns a table of the given parameters: name, value and source of the value."""
+    """Returns text: a table of the parameters in `config.sources` (name, value, source), and how many are not there."""
     given = [name for name in parameters() if name in config.sources]
     rows = [{"parameter": name, "value": show(config[name]), "source": config.sources[name]} for name in given]
     others = f"{len(parameters()) - len(given)} parameters have their defaults; the run's config.yaml lists all"
@@ -258,7 +258,7 @@ def describe(config: TrainConfig) -> str:
 
 
 def explain() -> str:
-    """Returns every parameter with its type, default and meaning, for `--help`."""
+    """Returns a text for `--help` with every parameter by section: its default, type, bounds and meaning."""
     lines, section = [], ""
     for name, parameter in parameters().items():
         if (now := name.rpartition(".")[0]) != section:
@@ -270,7 +270,7 @@ def explain() -> str:
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """The rows of an update, with the names of `OptimConfig`, and its tokens over all replicas, including padding."""
+    """An update: rows per replica and pass, passes, replicas, rows and tokens over all of these, including padding."""
 
     batch_size: int
     gradient_accumulation: int
@@ -287,7 +287,7 @@ class BatchPlan:
 
 
 def batch_arithmetic(config: TrainConfig, num_replicas: int) -> BatchPlan:
-    """Fills in the missing values of: rows per update = rows per replica x replicas x accumulation.
+    """Returns rows per update = rows per replica x replicas x accumulation; a given global size sets the accumulation.
 
     Raises:
         ConfigError: `optim.global_batch_size` is not divisible, or contradicts `optim.gradient_accumulation`, or
@@ -314,7 +314,7 @@ def batch_arithmetic(config: TrainConfig, num_replicas: int) -> BatchPlan:
 
 
 def of_rewards(config: TrainConfig) -> TrainConfig:
-    """Returns the configuration with the settings of `grpo` outside the section `rl`."""
+    """Returns a copy for `grpo`: its objective, max_loss_rise=None, and its usual learning rate if none was given."""
     # The loss stays about 0, so its rise means nothing.
     optim = replace(config.optim, objective="policy", max_loss_rise=None)
     if config.sources.get("optim.learning_rate") == USUAL and optim.learning_rate == config.usual_rate:
@@ -323,7 +323,7 @@ def of_rewards(config: TrainConfig) -> TrainConfig:
 
 
 def of_preferences(config: TrainConfig) -> TrainConfig:
-    """Returns the configuration with the settings of `dpo` outside the section `preference`."""
+    """Returns a copy for `dpo`: as `of_rewards`, and data.format=auto becomes preference, or unpaired for kto."""
     # The loss is not in nats per token, the unit of its limit.
     optim = replace(config.optim, objective="preference", max_loss_rise=None)
     form: Any = "unpaired" if config.preference.labelled else "preference"
@@ -334,10 +334,10 @@ def of_preferences(config: TrainConfig) -> TrainConfig:
 
 
 def as_trained(config: TrainConfig) -> TrainConfig:
-    """Returns the run as its command trains it: `grpo` if `rl` has a given parameter, `dpo` if `preference` has.
+    """Returns the run as its command trains it, by the sections that have given parameters.
 
-    The stored configuration of a run gives every parameter, also the objective, and is returned unchanged. With
-    `distill.on_policy`, `rl` belongs to `distill`.
+    `rl` without `distill.on_policy` means `of_rewards`, else `preference` means `of_preferences`. All other runs, and
+    runs with a given optim.objective, such as the config.yaml of a run, are returned unchanged.
     """
     sections = {name.partition(".")[0] for name in config.sources}
     if "optim.objective" in config.sources:

@@ -20,10 +20,10 @@ Spec = tuple[str | tuple[str, ...] | None, ...]
 
 @dataclass(frozen=True)
 class Mesh:
-    """The axis sizes of a device mesh; device numbers increase along the last axis first.
+    """The axis sizes of a device mesh. Device numbers increase along model first, then context, fsdp and data.
 
     Attributes:
-        data: groups of devices that each hold all weights.
+        data: number of groups of devices; every group holds all weights.
         fsdp: devices over which weights, optimizer state and rows are sharded; weights are gathered for each layer.
         model: devices that split matrix products (heads, MLP columns, vocabulary) and have the same rows.
         context: devices that share the tokens of each row. Weights and optimizer state are sharded over them, too.
@@ -38,7 +38,7 @@ class Mesh:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Size by axis."""
+        """Size by axis, in the order of `AXES`."""
         return {name: getattr(self, name) for name in AXES}
 
     @property
@@ -48,41 +48,41 @@ class Mesh:
 
     @property
     def weights(self) -> tuple[str, ...]:
-        """The axes over which a weight is stored in shards and gathered for its product."""
+        """The axes over which a weight is stored in shards and gathered for its product: fsdp, and context above 1."""
         return ("fsdp", "context") if self.context > 1 else ("fsdp",)
 
     @property
     def weight_shards(self) -> int:
-        """The number of shards of a weight, without the model axis."""
+        """The number of shards of a weight over `weights`, without the model axis."""
         return self.shards(self.weights)
 
     @property
     def batch_shards(self) -> int:
-        """Number of shards with different rows."""
+        """Number of shards with different rows: data x fsdp."""
         return self.shards(BATCH)
 
     def shards(self, axes: str | Sequence[str] | None) -> int:
-        """The number of shards of a dimension that is sharded over `axes`."""
+        """Returns the number of shards of a dimension that is sharded over `axes`; 1 for None."""
         names = (axes,) if isinstance(axes, str) else axes or ()
         return math.prod(self.sizes[name] for name in names)
 
     def fitted(self, spec: Spec, shape: Sequence[int]) -> Spec:
-        """Returns `spec` with None for the dimensions of `shape` that their axes do not divide."""
+        """Returns `spec` with None for dimensions of `shape` that their axes do not divide; both have equal lengths."""
         return tuple(axes if size % self.shards(axes) == 0 else None for axes, size in zip(spec, shape, strict=True))
 
     def shard_shape(self, spec: Spec, shape: Sequence[int]) -> tuple[int, ...]:
-        """The shape of a device's shard of a tensor of `shape`."""
+        """Returns the shape of a device's shard of a tensor of `shape`; `spec` must divide it, see `fitted`."""
         return tuple(size // self.shards(axes) for axes, size in zip(spec, shape, strict=True))
 
     def coordinates(self, device: int) -> dict[str, int]:
-        """Returns the index of a device on every axis."""
+        """Returns the index of device number `device` on every axis, by axis."""
         places = {}
         for name, size in reversed(self.sizes.items()):
             device, places[name] = divmod(device, size)
         return places
 
     def layout(self) -> str:
-        """Returns the device numbers by axis as text, such as "[[0, 1], [2, 3]] by data, fsdp"."""
+        """Returns the device numbers by axes above 1 as text, such as "[[0, 1], [2, 3]] by data, fsdp"."""
         import numpy as np  # a laptop that only reads a configuration may not have it
 
         used = [name for name in AXES if self.sizes[name] > 1] or ["fsdp"]
@@ -90,17 +90,20 @@ class Mesh:
         return f"{numbers.tolist()} by {', '.join(used)}"
 
     def problems(self, heads: int, kv_heads: int) -> list[str]:
-        """Returns a problem for each head count that the model axis does not divide."""
+        """Returns a text for each head count that the model axis does not divide."""
         fix = f"do not divide by model={self.model}; use a smaller model axis, and fsdp for the rest"
         counts = {"attention heads": heads, "key-value heads": kv_heads}
         return [f"launch.mesh: {self}: {n} {name} {fix}" for name, n in counts.items() if n % self.model]
 
     def exchanges(self, kv_heads: int) -> bool:
-        """Returns whether devices that share rows exchange heads for tokens; otherwise all hold all keys and values."""
+        """Returns whether model x context divides `kv_heads`, so that devices exchange heads for tokens in attention.
+
+        Otherwise devices that share rows gather all keys and values.
+        """
         return kv_heads % (self.model * self.context) == 0
 
     def over_weights(self, spec: Spec) -> Spec:
-        """Replaces "fsdp" in a weight's spec by all axes of `weights`."""
+        """Returns a weight's spec with all axes of `weights` in place of "fsdp"."""
         if self.context == 1:
             return spec
         named = (((axes,) if isinstance(axes, str) else axes or ()) for axes in spec)
@@ -114,7 +117,7 @@ class Mesh:
 
 
 def mesh_text(value: Mapping[str, object]) -> str:
-    """Returns a mesh from YAML's mapping, such as {fsdp: 8}, as the text that the configuration stores."""
+    """Returns a mesh from YAML's mapping, such as {fsdp: 8}, as the configuration's text, fsdp=8; checks nothing."""
     return ",".join(f"{name}={size}" for name, size in value.items())
 
 
@@ -140,7 +143,7 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def parse_rules(rules: Mapping[str, str] | None) -> tuple[tuple[str, Spec], ...]:
-    """Reads sharding rules: glob of tensor names -> an entry for each dimension, such as "model+fsdp,None".
+    """Reads rules, glob of tensor names -> axes by dimension ("model+fsdp,None"), as pairs (glob, spec); None as ().
 
     Raises:
         ValueError: an entry is neither fsdp, model nor None, or a rule names an axis twice.
@@ -158,7 +161,7 @@ def parse_rules(rules: Mapping[str, str] | None) -> tuple[tuple[str, Spec], ...]
 
 
 def mesh_size(text: str) -> int | None:
-    """Returns the number of devices of a mesh; None if an axis is -1."""
+    """Returns the number of devices of a mesh (`parse_mesh`); None if an axis is -1."""
     sizes = parse_mesh(text).values()
     return None if -1 in sizes else math.prod(sizes)
 

@@ -18,8 +18,8 @@ class RowFormat(NamedTuple):
 
     Attributes:
         read: "module:function", which makes a `Conversation` from a row, its layout and the data section.
-        needed: roles of the columns that a row must have.
-        roles: roles of all columns, which `data.columns` may name.
+        needed: roles that a row's columns must have.
+        roles: all roles that its columns may have; `data.columns` maps them to names of columns.
     """
 
     read: str
@@ -100,10 +100,10 @@ FUNCTION = re.compile(r"[\w.]+:\w+")
 
 
 def imported(name: str) -> Callable[..., Any]:
-    """Imports the function that "module:function" names.
+    """Imports and returns the function or class that "module:function" names.
 
     Raises:
-        ValueError: it cannot be imported, or is not a function.
+        ValueError: it cannot be imported, for any error of the module, or is not callable.
     """
     module, _, function = name.partition(":")
     try:
@@ -117,7 +117,7 @@ def imported(name: str) -> Callable[..., Any]:
 
 
 def check_verifier(name: str) -> None:
-    """Raises ValueError if `name` is no verifier; does not import module:function."""
+    """Raises ValueError unless `name` is in `VERIFIERS`, a valid regex:PATTERN or a module:function (not imported)."""
     if name.startswith("regex:"):
         try:
             re.compile(name.removeprefix("regex:"))
@@ -130,7 +130,7 @@ def check_verifier(name: str) -> None:
 
 
 def check_rewards(names: tuple[str, ...]) -> None:
-    """Raises ValueError if a name is neither a verifier nor in `REWARDS`."""
+    """Raises ValueError, with all problems, unless all names are in `REWARDS` or pass `check_verifier`."""
     problems, offered = [], ", ".join([*REWARDS, "auto"])
     for name in names:
         try:
@@ -143,7 +143,7 @@ def check_rewards(names: tuple[str, ...]) -> None:
 
 
 def check_objective(name: str) -> None:
-    """Raises ValueError if `name` is no objective; does not import module:function."""
+    """Raises ValueError unless `name` is an installed one of `OBJECTIVES`, or a module:function (not imported)."""
     if absent := absence(OBJECTIVES.get(name, "")):
         raise ValueError(f"is {absent}")
     if name not in OBJECTIVES and not FUNCTION.fullmatch(name):
@@ -151,34 +151,34 @@ def check_objective(name: str) -> None:
 
 
 def check_format(name: str) -> None:
-    """Raises ValueError if `name` is no row format; does not import module:function."""
+    """Raises ValueError unless `name` is "auto", in `FORMATS`, or a module:function (not imported)."""
     if name != "auto" and name not in FORMATS and not FUNCTION.fullmatch(name):
         raise ValueError(f"must be auto, {', '.join(FORMATS)} or module:function")
 
 
 def check_source_name(name: str) -> None:
-    """Raises ValueError if `name` cannot name a source in metrics, such as eval_loss/NAME."""
+    """Raises ValueError if `name` has a slash, unprintable character or outer space; metrics are eval_loss/NAME."""
     if name != name.strip() or not name.isprintable() or "/" in name:
         raise ValueError("cannot name a metric; use letters, digits, dots and dashes")
 
 
 def check_rows_held_out(count: float) -> None:
-    """Raises ValueError if `data.eval_rows` is neither a number of rows nor a share."""
+    """Raises ValueError if `data.eval_rows` is above 1 and not whole; below 1 it is a share."""
     if count > 1 and count != int(count):
         raise ValueError("is neither a whole number of rows nor a share below 1")
 
 
 def check_updates_between(count: float) -> None:
-    """Raises ValueError if `optim.eval_steps` is neither a number of updates nor a share."""
+    """Raises ValueError if `optim.eval_steps` is above 1 and not whole; below 1 it is a share."""
     if count >= 1 and count != int(count):
         raise ValueError("is neither a whole number of updates nor a share below 1")
 
 
 def check_roles(columns: Mapping[str, str], fmt: str) -> None:
-    """Raises ValueError if the row format `fmt` lacks a role of `columns`.
+    """Raises ValueError if the row format `fmt` lacks a role of `columns` (role -> column).
 
-    For "auto" and module:function, a single format must have all the roles. Names with an empty value are not checked:
-    each may be a role or a column to leave out.
+    For "auto" and module:function, a single format must have all the roles; preference and unpaired count only if a
+    role that they need is named. Names with an empty value are not checked: they may also be columns to leave out.
     """
     known = sorted({role for roles in ROLES.values() for role in roles})
     named = {role for role, column in columns.items() if column}
@@ -195,7 +195,7 @@ def check_roles(columns: Mapping[str, str], fmt: str) -> None:
 
 
 def layer_pairs(text: str | None) -> tuple[tuple[int, int], ...]:
-    """Reads `distill.layers` as pairs (model layer, teacher layer); raises ValueError if `text` has another form."""
+    """Returns "12:14,24:28" as pairs (model layer, teacher layer) from 1, None as (); ValueError for other texts."""
     pairs = [re.fullmatch(r"\s*([1-9]\d*):([1-9]\d*)\s*", part) for part in (text or "").split(",")]
     if text is not None and not all(pairs):
         raise ValueError("names no pairs of layers counted from 1; write model:teacher, as in 12:14")

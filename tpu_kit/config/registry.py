@@ -64,7 +64,7 @@ NAMES = {
 
 
 def absence(place: str) -> str:
-    """Returns a text if an entry belongs to an extra that this installation lacks; empty for other entries."""
+    """Returns why "module:name" is absent, if it is of an extra that this installation lacks; "" for other entries."""
     module, _, _ = place.partition(":")
     folder, _, _ = module.rpartition(".")
     if not folder.startswith("tpu_kit.extras."):
@@ -78,11 +78,11 @@ def absence(place: str) -> str:
 
 
 def installed(places: Mapping[str, str]) -> dict[str, str]:
-    """Returns the entries whose code is in this installation."""
+    """Returns the entries of `places` that are in this installation: all but absent extras; does not load them."""
     return {name: place for name, place in places.items() if not absence(place)}
 
 
 def load(place: str) -> Any:
-    """Imports and returns the object of an entry, "module:name"."""
+    """Imports and returns the object of an entry, "module:name"; raises ImportError or AttributeError."""
     module, _, name = place.partition(":")
     return getattr(importlib.import_module(module), name)

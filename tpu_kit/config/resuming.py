@@ -24,7 +24,7 @@ ANEW = (
 def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """Returns two lists of parameters that differ: (may change, make it a different run).
 
-    `before` and `now` are plain values by dotted name; a parameter that `before` lacks is not compared.
+    `before` and `now` are plain values by dotted name; a parameter that either lacks is not compared.
     """
     differ = [name for name in now if name in before and before[name] != now[name]]
     free = [name for name in differ if name in FREE or name.partition(".")[0] in FREE_SECTIONS]

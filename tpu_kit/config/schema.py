@@ -93,13 +93,13 @@ class LoraConfig:
 
     @property
     def adapts_embeddings(self) -> bool:
-        """Whether `targets` names an embedding."""
+        """Whether `targets` names an embedding: the last part of a name is in `EMBEDDINGS`."""
         targets = (self.targets,) if isinstance(self.targets, str) else self.targets
         return any(target.rpartition(".")[2] in EMBEDDINGS for target in targets)
 
     @property
     def token_names(self) -> tuple[str, ...]:
-        """The tokens of `tokens`; empty if they are not known yet."""
+        """The tokens of `tokens` without repetitions; () if it is null, or "added" and not resolved yet."""
         if self.tokens is None or self.finds_tokens:
             return ()
         return (self.tokens,) if isinstance(self.tokens, str) else tuple(dict.fromkeys(self.tokens))
@@ -238,7 +238,7 @@ class DistillConfig:
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:
-        """`layers` as pairs (model layer, teacher layer), counted from 1."""
+        """`layers` as pairs (model layer, teacher layer), counted from 1; () if it is null."""
         return layer_pairs(self.layers)
 
 
@@ -299,25 +299,25 @@ class RlConfig:
     importance_sampling_cap: float = knob(3.0, "Limit of these weights.", above=0)
 
     def longest_prompt(self, max_length: int) -> int:
-        """The maximum tokens of a prompt in rows of `data.max_length` tokens."""
+        """Returns the maximum tokens of a prompt beside a completion, in rows of `max_length` (data.max_length)."""
         room = max_length - self.max_completion_length
         return min(room, self.max_prompt_length or room)
 
     @property
     def drops_flat_groups(self) -> bool:
-        """Whether groups without advantages are left out of the passes."""
+        """Whether groups with equal rewards are left out of the passes: `drop_zero_advantage`, with null resolved."""
         if self.drop_zero_advantage is None:
             return self.beta == 0 and self.entropy_coef == 0
         return self.drop_zero_advantage
 
     @property
     def prompts_per_rollout(self) -> int:
-        """Prompts that are sampled together."""
+        """Prompts that are sampled together, over all replicas."""
         return self.prompts_per_update * self.steps_per_generation
 
     @property
     def updates_per_rollout(self) -> int:
-        """Updates that learn from one rollout."""
+        """Updates that learn from one rollout, including repeated updates."""
         return self.steps_per_generation * self.num_iterations
 
 
@@ -405,10 +405,10 @@ class TrackingConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """One run.
+    """One run. Construction sets a null learning_rate to `usual_rate`; `sources` says "code" for values set in code.
 
     Raises:
-        ConfigError: on construction, with all problems.
+        ConfigError: on construction, with all problems: invalid values, and the contradictions of `conflicts`.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -462,7 +462,7 @@ class TrainConfig:
         object.__setattr__(self, "sources", in_code | dict(self.sources))
 
     def __getitem__(self, name: str) -> Any:
-        """The value of a parameter by its dotted name."""
+        """Returns the value of a parameter, or a section, by its dotted name; raises AttributeError if unknown."""
         value: Any = self
         for part in name.split("."):
             value = getattr(value, part)
@@ -470,13 +470,13 @@ class TrainConfig:
 
     @property
     def usual_rate(self) -> float:
-        """The learning rate of this run if none is given."""
+        """The peak learning rate of this run if none is given, by the model, lora.r and the objective."""
         rewarded, tuned = _USUAL_RATES[self.model.name == "embedded", bool(self.lora.r)]
         return rewarded if self.optim.objective in ("policy", "preference") else tuned
 
     @property
     def teacher(self) -> ModelConfig | None:
-        """The teacher as a model to load; None without one."""
+        """The teacher to load, or None: `model` with its name, type and trust_remote_code, no revision or GGUF file."""
         distill, model = self.distill, replace(self.model, revision=None, gguf_file=None)
         if distill.teacher is None:
             return None
@@ -500,12 +500,12 @@ class TrainConfig:
 
     @property
     def on_pairs(self) -> bool:
-        """Whether the run trains on pairs of a chosen and a rejected reply: `dpo`."""
+        """Whether the run is of `dpo`: on pairs of a chosen and a rejected reply, or with kto on labelled replies."""
         return self.optim.objective == "preference"
 
     @property
     def recipe(self) -> Literal["train", "distill", "grpo", "dpo"]:
-        """The command that starts such a run."""
+        """The command for this run: distill with a teacher, grpo and dpo by their objectives, train for all others."""
         return "distill" if self.distill.teacher else "grpo" if self.on_policy else "dpo" if self.on_pairs else "train"
 
     @property
@@ -515,48 +515,48 @@ class TrainConfig:
 
     @property
     def num_generations(self) -> int:
-        """Sampled completions per prompt: 1 with a teacher, which needs no group to compare."""
+        """Sampled completions per prompt: 1 with distill.on_policy, otherwise rl.num_generations."""
         return 1 if self.distill.on_policy else self.rl.num_generations
 
     @property
     def hub_formats(self) -> tuple[str, ...]:
-        """The export formats to push; the first goes to the repository's root."""
+        """The export formats to push, by default adapter, or merged with lora.r=0; the first goes to the root."""
         given = self.hub.format or ("adapter" if self.lora.r else "merged")
         return (given,) if isinstance(given, str) else given
 
     @property
     def output_path(self) -> Path:
-        """The local folder of the run, which may not exist yet. With gs://, the working folder until the run ends."""
+        """The run's local folder, which may not exist: output_dir, or runs/<run_name> if that is null or `remote`."""
         if self.output_dir and not self.remote:
             return Path(self.output_dir).expanduser()
         return Path("runs") / self.run_name
 
     @property
     def served_name(self) -> str:
-        """The run's name as a file name; exports are served under it."""
+        """The run's name as a file name, for serving exports: "-" replaces all but letters, digits, dots and _."""
         return re.sub(r"[^\w.-]+", "-", self.run_name).strip("-.") or "model"
 
     @property
     def remote(self) -> str | None:
-        """The address of the run's results in an object store; None for a local folder."""
+        """output_dir without a final slash if it is an address, such as gs://bucket/run; None for a local folder."""
         return self.output_dir.rstrip("/") if self.output_dir and "://" in self.output_dir else None
 
     @property
     def again(self) -> str:
-        """The advice, in messages, for continuing this run after an early end."""
+        """Text on how to continue this run after an early end: "run this again", with resume=auto if it is never."""
         return f"run this again{' with checkpoint.resume=auto' if self.checkpoint.resume == 'never' else ''}"
 
     @property
     def checkpoints_place(self) -> Path | str:
-        """The folder or address of the run's checkpoints."""
+        """The place of the run's checkpoints: an address if `remote`, otherwise a folder (Path)."""
         return f"{self.remote}/checkpoints" if self.remote else self.output_path / "checkpoints"
 
     def flat_values(self) -> dict[str, Any]:
-        """Returns every parameter by dotted name, with a value for JSON."""
+        """Returns every parameter by dotted name, with a value for JSON: lists for tuples, a mix as in a file."""
         return {name: _plain(self[name]) for name in parameters()}
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns nested values for JSON, which `load_config` reads back."""
+        """Returns every parameter for JSON, as a dictionary per section, which `load_config` reads back."""
         return nest(self.flat_values())
 
     def to_yaml(self) -> str:
@@ -573,12 +573,12 @@ SECTIONS: dict[str, type] = {
 
 @cache
 def parameters() -> dict[str, ConfigField]:
-    """Returns every parameter by dotted name, in the order of declaration."""
+    """Returns every parameter of a run by dotted name, in the order of declaration; always the same dictionary."""
     return knobs_of(TrainConfig)
 
 
 def flat_items(nested: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields dotted name and value of each parameter in a file, whose sections may be mappings or dotted names."""
+    """Yields (name, value) of nested values: section.leaf in sections, other keys as they are; skips null sections."""
     for key, value in nested.items():
         if key in SECTIONS and isinstance(value, Mapping):
             yield from ((f"{key}.{leaf}", item) for leaf, item in value.items())
@@ -587,12 +587,12 @@ def flat_items(nested: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def flatten(nested: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns nested values by dotted name."""
+    """Returns `flat_items` as a dictionary: nested values by dotted name."""
     return dict(flat_items(nested))
 
 
 def _plain(value: Any) -> Any:
-    """Returns a copy of `value` for JSON."""
+    """Returns `value` for JSON: a tuple as list, a source of a mix as its name or mapping, a dictionary as copy."""
     if isinstance(value, dict):
         return dict(value)
     if isinstance(value, tuple):

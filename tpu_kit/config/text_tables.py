@@ -6,7 +6,7 @@ import html
 from collections.abc import Mapping, Sequence
 
 Rows = Sequence[Mapping[str, object]]
-"""Rows as cells by column name; the first row sets the columns."""
+"""Rows as cells by column name; the first row sets the columns, and a missing cell is "None"."""
 
 CELL = "text-align:left;vertical-align:top;white-space:pre-wrap"
 """The CSS of an HTML cell."""
@@ -17,7 +17,7 @@ class Html(str):
 
 
 def to_text(rows: Rows, align: str = "<") -> str:
-    """Returns the table as lines, aligned left ("<") or right (">"); a line break in a cell becomes a slash."""
+    """Returns the table as lines, column names first, aligned left ("<") or right (">"); line breaks become " / "."""
     cells = [[text.strip().replace("\n", " / ") for text in row] for row in _cells(rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = ["  ".join(f"{cell:{align}{width}}" for cell, width in zip(row, widths, strict=True)) for row in cells]
@@ -25,7 +25,7 @@ def to_text(rows: Rows, align: str = "<") -> str:
 
 
 def to_html(rows: Rows) -> str:
-    """Returns the table as an HTML element; cells are escaped unless they are `Html`."""
+    """Returns the table as an HTML element with names of columns as head; cells are escaped unless they are `Html`."""
     columns, *body = _cells(rows)
     head = "".join(f"<th style='text-align:left'>{html.escape(column)}</th>" for column in columns)
     lines = "".join("<tr>" + "".join(map(_html_cell, row)) + "</tr>\n" for row in body)

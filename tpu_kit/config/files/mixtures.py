@@ -31,7 +31,7 @@ _TAGS = {"role": ("role", "from"), "content": ("content", "value"), "user": ("us
 
 
 def is_mix(key: str, value: Any) -> bool:
-    """Returns whether `value`, of a key in `LISTS`, needs a list of sources: several sources, or a part of a source."""
+    """Returns whether `value` is for `mixed`: any pretraining_dataset, several mappings, or a weight or fraction."""
     if key == "pretraining_dataset":
         return bool(value)
     entries = value if isinstance(value, list) else [value]
@@ -45,8 +45,8 @@ def mixed(key: str, value: Any, result: Translation, translated: Callable[[Mappi
     Args:
         key: a key in `LISTS`.
         value: the value of the key.
-        result: receives `data.source`, and the notes and problems of all entries.
-        translated: translates the keys of an entry.
+        result: receives `data.source`, for pretraining_dataset also its format, and the notes and problems of entries.
+        translated: translates the keys of an entry, such as "datasets.path", to values by our names.
     """
     entries = value if isinstance(value, list) else [value]
     sources, fractions = list[dict[str, Any]](), list[Any]()
@@ -76,7 +76,7 @@ def mixed(key: str, value: Any, result: Translation, translated: Callable[[Mappi
 
 
 def _source(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the translated values of an entry, such as data.columns.text, as a source."""
+    """Returns the translated values of an entry, such as data.columns.text, as an entry of `data.source`."""
     source: dict[str, Any] = {}
     for name, value in values.items():
         leaf = name.removeprefix("data.")
@@ -88,7 +88,7 @@ def _source(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _share(sources: Sequence[dict[str, Any]], shares: Sequence[Any], name: str, result: Translation) -> None:
-    """Sets the token shares of the sources from `shares`, which need not add up to 1."""
+    """Sets `tokens` of the sources to shares / their sum, and adds a note, or a problem if a share is not above 0."""
     numbers = [share for share in shares if isinstance(share, int | float) and share > 0]
     if len(numbers) < len(sources) or len(shares) != len(sources):
         few = f"lacks a share above 0 for some of the {len(sources)} data sets; give a share to all, or to none"
@@ -113,7 +113,7 @@ def _add(said: str, sources: list[dict[str, Any]], result: Translation) -> None:
 
 
 def factory_mix(values: dict[str, Any], result: Translation) -> None:
-    """Moves the data sets of LLaMA-Factory from `values` to `result`, if their dataset_info.json is on this machine."""
+    """Moves LLaMA-Factory's data sets from `values` to `result`, if dataset_info.json in dataset_dir has them all."""
     folder = Path(str(values.get("dataset_dir") or "data"))
     named, listed = values.get("dataset"), _described(folder)
     names = [one.strip() for one in named.split(",")] if isinstance(named, str) else named
@@ -147,7 +147,7 @@ def _described(folder: Path) -> dict[str, Any] | None:
 
 
 def _of_entry(folder: Path, name: str, entry: Mapping[str, Any], stage: str) -> tuple[dict[str, Any], str]:
-    """Returns an entry of dataset_info.json as (source, problem); the problem is empty for a valid entry."""
+    """Returns an entry of dataset_info.json as (source, ""), or ({}, problem) if it is not for `stage` or not read."""
     place = entry.get("hf_hub_url") or (entry.get("file_name") and str(folder / entry["file_name"]))
     if not place:
         return {}, "it is neither a file nor a data set of the hub; download it, and give its file_name"

@@ -38,8 +38,8 @@ class Translation:
         trainer: the trainer's name in other_trainers.toml; "" if no trainer's keys are in the file.
         values: by our names. Keys that are ours or unknown stay as they are.
         defaults: by our names: the trainer's defaults for absent keys, if the kit's defaults differ.
-        notes: a text per value that was translated or ignored, and per entry of `defaults`.
-        problems: a text per value without a counterpart.
+        notes: a text per value that was translated or ignored, per entry of `defaults`, and per default not taken over.
+        problems: a text per value without a counterpart, and per parameter of ours that is set twice.
     """
 
     trainer: str
@@ -49,14 +49,14 @@ class Translation:
     problems: list[str] = field(default_factory=list)
 
     def value(self, name: str) -> Any:
-        """Returns the value of our parameter `name`, however the file spells it, or the trainer's default."""
+        """Returns the value of our dotted `name`, however the file spells it, or the trainer's default, or None."""
         section, _, leaf = name.rpartition(".")
         nested = self.values.get(section)
         values = {**self.defaults, **(nested if isinstance(nested, Mapping) else {}), **self.values}
         return values.get(name, values.get(leaf))
 
     def add(self, key: str, value: Any, rule: Rule) -> None:
-        """Adds a value of the file by its rule."""
+        """Adds a value of the file by its rule to `values` and `notes`, or to `problems`; without a rule by `NAMES`."""
         hidden = is_secret_name(key) and not re.search("(bos|eos|pad|unk)_token$", key)
         assignment = f"{key}={'(hidden)' if hidden else show(value)}"
         if not rule and key not in NAMES:
@@ -80,10 +80,10 @@ class Translation:
 
 
 def translate(values: Mapping[str, Any], ours: Collection[str], command: str = "") -> Translation:
-    """Translates the values of a file.
+    """Translates the values of a file; values of the kit stay as they are. `problems` of the result are not raised.
 
     Args:
-        values: the file's values.
+        values: the file's values, nested as in the file; not changed.
         ours: the kit's names, with and without their sections.
         command: the command that reads the file; it decides between trainers whose files have the same keys.
     """
@@ -141,7 +141,7 @@ def translate(values: Mapping[str, Any], ours: Collection[str], command: str = "
 
 
 def _of_entry(entry: Mapping[str, Any], case: Collection[str]) -> Translation:
-    """Translates the keys of a data set in a list."""
+    """Translates the keys of a data set in a list, such as "datasets.path"; skips nulls."""
     result, flat = Translation(""), dict(_flat(entry))
     _name_sources(flat)
     for key, value in flat.items():
@@ -151,13 +151,13 @@ def _of_entry(entry: Mapping[str, Any], case: Collection[str]) -> Translation:
 
 
 def advice(name: str, value: object) -> str:
-    """Returns the alternative to another trainer's setting; empty if `name` is no such setting."""
+    """Returns the alternative to another trainer's setting; "" if it is none that the kit refuses or ignores."""
     rules = _rules(name.rpartition(".")[2].lower(), value, ("",))
     return next((str(why) for rule in rules if (why := rule.get("refused") or rule.get("ignored"))), "")
 
 
 def _case(values: Mapping[str, Any], trainer: str) -> frozenset[str]:
-    """Returns the words of a trainer's name, and the cases of other_trainers.toml that hold for `values`."""
+    """Returns the words of a trainer's name, "" for none, and the cases of other_trainers.toml that `values` fulfil."""
     section = values.get("lora")
     ranks = [values.get("lora.r"), values.get("r"), section.get("r") if isinstance(section, Mapping) else None]
     rules = [_rule(key, value, frozenset([trainer])) for key, value in values.items()]
@@ -193,7 +193,7 @@ def _case(values: Mapping[str, Any], trainer: str) -> frozenset[str]:
 
 
 def _name_sources(theirs: dict[str, Any]) -> None:
-    """Appends a data set's configuration to its name, and replaces a name such as "json" by the data file."""
+    """Appends, in `theirs`, data sets' configurations to their names, and replaces names such as "json" by the file."""
     for key in ("datasets", "test_datasets", "pretraining_dataset"):
         if theirs.get(f"{key}.path") in _ROW_FILES and isinstance(theirs.get(f"{key}.data_files"), str):
             theirs[f"{key}.path"] = theirs.pop(f"{key}.data_files")
@@ -207,7 +207,7 @@ def _is_number(value: Any) -> TypeGuard[float]:
 
 
 def _share_evaluations(theirs: dict[str, Any], result: Translation) -> None:
-    """Converts evaluations per epoch to a share of all updates, unless max_steps or eval_steps is given."""
+    """Moves evals_per_epoch to optim.eval_steps, as a share of all updates, without max_steps and eval_steps."""
     count, key = theirs.get("evals_per_epoch"), "optim.eval_steps"
     epochs = theirs.get("num_epochs", theirs.get("num_train_epochs")) or 1
     if not (_is_number(count) and _is_number(epochs)) or count <= 0 or {"max_steps", "eval_steps"} & {*theirs}:
@@ -219,7 +219,7 @@ def _share_evaluations(theirs: dict[str, Any], result: Translation) -> None:
 
 
 def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields (name, value); a mapping of theirs, or a list with a single mapping, is flattened to dotted names."""
+    """Yields (name, value); mappings of `_sections`, also alone in a list, are flattened to dotted names."""
     for key, value in values.items():
         inner = value[0] if isinstance(value, list) and len(value) == 1 else value
         if isinstance(inner, Mapping) and inner and any(fnmatchcase(str(key), pattern) for pattern in _sections()):
@@ -230,20 +230,20 @@ def _flat(values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 @cache
 def _sections() -> frozenset[str]:
-    """Returns patterns of the keys whose mappings are flattened."""
+    """Returns patterns (fnmatch) of the other trainers' keys whose mappings are flattened, such as "datasets"."""
     keys = chain(NAMES, *(rule["keys"].split() for rule in _TABLES["rules"]))
     return frozenset(key.rpartition(".")[0] for key in keys if "." in key)
 
 
 def _is_known(key: str, ours: Collection[str], case: Collection[str], value: Any) -> bool:
-    """Returns whether a key without a rule for its value is theirs; to other trainers, null is no value."""
+    """Returns whether a key that no rule fits is theirs: in `NAMES` or any rule; or ours, but null in their file."""
     if key in ours:
         return value is None and "" not in case
     return key in NAMES or bool(_rules_of(key))
 
 
 def _made(key: str, value: Any, rule: Rule) -> dict[str, Any]:
-    """Returns the values by our names that a rule makes from a value."""
+    """Returns the values by our names that a rule makes from a value; {} if it only ignores or refuses it."""
     if "choices" in rule:
         return {rule["to"]: rule["choices"][_text(value)]}
     if "each" in rule:
@@ -268,7 +268,7 @@ def _rules(key: str, value: Any, case: Collection[str]) -> Iterator[Rule]:
 
 @cache
 def _rules_of(key: str) -> tuple[Rule, ...]:
-    """Returns the rules of a key, in order. Patterns do not apply to the keys of `NAMES`."""
+    """Returns the rules of a key of theirs, in order. Rules with patterns do not apply to the keys of `NAMES`."""
 
     def fits(pattern: str) -> bool:
         return pattern == key or ("*" in pattern and key not in NAMES and fnmatchcase(key, pattern))

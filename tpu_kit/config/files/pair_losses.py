@@ -16,7 +16,7 @@ METHODS = ("dpo", "ipo", "simpo", "orpo", "kto")
 
 
 def is_pair_loss(value: Any) -> bool:
-    """Returns whether a value of `loss_type` names losses of pairs."""
+    """Returns whether a value of `loss_type`, a name or a list, has a name in `LOSSES` or `REFUSED`."""
     return bool({str(name) for name in _listed(value)} & {*LOSSES, *REFUSED})
 
 
@@ -24,9 +24,9 @@ def name_losses(values: dict[str, Any], case: Collection[str], result: Translati
     """Removes the keys of preference losses, and of the likelihood's weight beside them, from the values of a file.
 
     Args:
-        values: the file's values, without sections.
+        values: the file's values by dotted name; changed.
         case: the cases of other_trainers.toml that hold.
-        result: receives `preference.losses` and `preference.loss_weights`.
+        result: receives `preference.losses`, `preference.loss_weights`, and a note or problems.
     """
     said = dict[str, Any]()
 

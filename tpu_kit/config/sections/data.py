@@ -38,16 +38,16 @@ class DataSource:
 
     @property
     def copies(self) -> float:
-        """How often an epoch has each row if `tokens` is null."""
+        """How often an epoch has each row if `tokens` is null: repeat, weight or 1."""
         return float(self.repeat or self.weight or 1)
 
     def plain(self) -> str | dict[str, Any]:
-        """Returns the source as a file has it: only its name if nothing else is set."""
+        """Returns the source as a file has it: `source` alone if nothing else is set, otherwise the set fields."""
         given = self.given(one.name for one in fields(self))
         return str(self.source) if given.keys() == {"source"} else given
 
     def given(self, names: Iterable[str]) -> dict[str, Any]:
-        """Returns the fields among `names` that are set."""
+        """Returns the fields among `names` that are not null, by name."""
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
     def __repr__(self) -> str:
@@ -55,7 +55,7 @@ class DataSource:
 
 
 def read_sources(value: Any) -> Any:
-    """Converts a list to a tuple of `DataSource`; a single name, also as the only entry of a list, stays a name.
+    """Converts a list to a tuple of `DataSource`, or a list of one name to the name; other values stay as they are.
 
     Raises:
         ValueError: with all problems of all sources.
@@ -78,7 +78,7 @@ def read_sources(value: Any) -> Any:
 
 
 def _read(item: Any) -> DataSource:
-    """Reads one entry of the list; raises ValueError with a line for each problem."""
+    """Reads an entry of the list, a name, mapping or `DataSource`; raises ValueError with a line for each problem."""
     if isinstance(item, DataSource):
         item = item.plain()
     if not isinstance(item, Mapping):
@@ -105,7 +105,7 @@ def _read(item: Any) -> DataSource:
 
 
 def _problems(sources: Sequence[DataSource]) -> list[str]:
-    """Returns the problems between sources."""
+    """Returns a problem if shares of tokens do not add up (to 1, or less if sources have none), and for equal names."""
     shares = [one.tokens for one in sources if one.tokens is not None]
     total, found = sum(shares), []
     if len(shares) == len(sources) and abs(total - 1) > _ROUNDING:
@@ -199,19 +199,19 @@ class DataConfig:
 
     @property
     def mix(self) -> tuple[DataSource, ...]:
-        """The sources of a list; empty for one name."""
+        """The sources if `source` is a list; () for one name."""
         return () if isinstance(self.source, str) else self.source
 
     @property
     def by_source(self) -> tuple[DataConfig, ...]:
-        """This section with each source alone."""
+        """This section once per source, with the source's name and its own settings; (self,) for one name."""
         if isinstance(self.source, str):
             return (self,)
         return tuple(replace(self, source=str(one.source), **one.given(_OF_DATA)) for one in self.source)
 
     @property
     def source_names(self) -> tuple[str, ...]:
-        """The names of the sources of a list, all different, by default their files' names; empty for one name."""
+        """The names of the sources of a list, all different, by default their files' names; () for one name."""
         taken, names = [one.name for one in self.mix if one.name], list[str]()
         for one in self.mix:
             name = base = one.name or _name_of(str(one.source))

@@ -23,7 +23,7 @@ REFUSED = {
 
 
 def check_losses(names: tuple[str, ...]) -> None:
-    """Raises ValueError if a name is no loss, is given twice, or stands beside kto."""
+    """Raises ValueError if there is no name, a name is no loss or given twice, or kto is beside another loss."""
     problems = [f"{name!r} {REFUSED[name]}" for name in names if name in REFUSED]
     problems += [
         f"{name!r} is no loss; use {', '.join(LOSSES)}" for name in names if name not in LOSSES and name not in REFUSED
@@ -74,7 +74,7 @@ class PreferenceConfig:
 
     @property
     def weights(self) -> dict[str, float]:
-        """The weight of each loss."""
+        """Loss -> weight, 1 if loss_weights is null; raises ValueError if the two have different lengths."""
         return dict(zip(self.losses, self.loss_weights or (1.0,) * len(self.losses), strict=True))
 
     @property
@@ -84,5 +84,5 @@ class PreferenceConfig:
 
     @property
     def compares(self) -> bool:
-        """Whether any loss needs a reference model."""
+        """Whether any loss needs a reference model: all but those in `FREE` do."""
         return not {*self.losses} <= {*FREE}
