@@ -25,7 +25,11 @@ from tpu_kit.machine.storage.run_config import AUTO, read_command
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs the command in `arguments` (None: `sys.argv`) and returns its exit code."""
+    """Runs the command in `arguments` (None: `sys.argv`; none: --help) and returns its exit code.
+
+    Errors with advice are printed on stderr, and give 2 for a ConfigError, else 1 or, if a later start may help, 75.
+    Signals give 128 + number. All other errors are raised.
+    """
     with safe_output():
         return _main(arguments)
 
@@ -74,7 +78,7 @@ class Parser(argparse.ArgumentParser):
     """Raises ConfigError instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
-        """Raises ConfigError with the message and the usage."""
+        """Raises ConfigError with the message and the usage; never returns."""
         raise ConfigError([f"{message}; write {' '.join(self.format_usage().split()[1:])}"])
 
 
@@ -112,14 +116,15 @@ for _name, _command in _INSTALLED.items():
 
 
 def parse(texts: Sequence[str]) -> argparse.Namespace:
-    """Reads a command and its arguments.
+    """Reads a command and its arguments; also reads the configuration and finds the adapter.
 
     Returns:
         A namespace with the files and flags; `function`, which runs the command; `options`, instances of the command's
-        dataclasses; `settings`, the other `key=value`; and, if the command takes one, `config` and its `adapter`.
+        dataclasses; and `settings`, the other `key=value` texts. If the command takes a configuration, `config` is its
+        TrainConfig with `settings`, `file` the argument, and `adapter` a folder or None, the base model alone.
 
     Raises:
-        ConfigError: flags or values are wrong, a file is missing, or there are too many files.
+        ConfigError: the command, flags or values are wrong, a file is missing, or there are too many files.
         SystemExit: after --help or --version.
     """
     name, *texts = texts
@@ -168,7 +173,7 @@ def _is_pair(text: str) -> bool:
 
 
 def _read_own(kinds: Sequence[type], pairs: Sequence[str], problems: list[str]) -> tuple[list[Any], list[str]]:
-    """Returns instances of the dataclasses, and the pairs that set none of their fields; adds to `problems`."""
+    """Returns instances of the dataclasses, and the pairs that set none of their fields; appends to `problems`."""
     made, names = [], set[str]()
     for kind in kinds:
         fields, values = knobs_of(kind), dict[str, Any]()

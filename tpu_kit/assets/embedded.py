@@ -71,7 +71,7 @@ Problem = tuple[str, list[str], int]
 
 
 def _ledger(rng: random.Random) -> Problem:
-    """Draws a problem with two or three gains and losses."""
+    """Draws (question, steps, answer) of two or three gains and losses; raises _OutOfRange for an unfit draw."""
     name, item = rng.choice(NAMES), rng.choice(ITEMS)
     start = total = rng.randint(3, 30)
     events, lines = [], []
@@ -86,7 +86,7 @@ def _ledger(rng: random.Random) -> Problem:
 
 
 def _groups(rng: random.Random) -> Problem:
-    """Draws a problem with equal groups, in half of the draws a gain, and a loss."""
+    """Draws (question, steps, answer) of equal groups, in half of the draws a gain, and a loss; raises _OutOfRange."""
     name, item, holder = rng.choice(NAMES), rng.choice(ITEMS), rng.choice(HOLDERS)
     groups, each, more, lost = rng.randint(2, 9), rng.randint(2, 9), rng.randint(2, 20), rng.randint(2, 20)
     verb = rng.choice(LOSSES)
@@ -103,7 +103,7 @@ def _groups(rng: random.Random) -> Problem:
 
 
 def _add_up(amounts: list[int], lines: list[str]) -> int:
-    """Returns the sum of `amounts`, and appends its steps to `lines`."""
+    """Returns the sum of `amounts`, and appends its steps to `lines`; raises _OutOfRange for sums over LIMIT."""
     total = amounts[0]
     for amount in amounts[1:]:
         written, total = _step(total, "+", amount)
@@ -112,7 +112,7 @@ def _add_up(amounts: list[int], lines: list[str]) -> int:
 
 
 def _compare(rng: random.Random) -> Problem:
-    """Draws a problem that compares and sums two or three amounts."""
+    """Draws (question, steps, answer): compares and sums two or three people's amounts; raises _OutOfRange."""
     people, item = rng.sample(NAMES, rng.choice((2, 3, 3))), rng.choice(ITEMS)
     amounts = [rng.randint(2, 20)]
     text, lines = [f"{people[0]} has {amounts[0]} {item}."], []
@@ -134,7 +134,7 @@ def _compare(rng: random.Random) -> Problem:
 
 
 def _money(rng: random.Random) -> Problem:
-    """Draws a problem about a purchase and its change."""
+    """Draws (question, steps, answer) about a purchase and its change; raises _OutOfRange for an unfit draw."""
     name, many, single = rng.choice(NAMES), rng.choice(ITEMS), rng.choice(SINGLES)
     count, price, other = rng.randint(2, 9), rng.randint(2, 9), rng.randint(2, 20)
     product, cost = _step(count, "*", price)
@@ -154,7 +154,7 @@ def _money(rng: random.Random) -> Problem:
 
 
 def _share(rng: random.Random) -> Problem:
-    """Draws a problem about two amounts that are shared equally."""
+    """Draws (question, steps, answer) about two amounts that are shared equally; raises _OutOfRange."""
     (first, second), item, holder = rng.sample(NAMES, 2), rng.choice(ITEMS), rng.choice(HOLDERS)
     holders, each = rng.randint(2, 9), rng.randint(2, 15)
     a = rng.randint(2, max(2, holders * each - 2))
@@ -171,7 +171,7 @@ def _share(rng: random.Random) -> Problem:
 
 
 def _days(rng: random.Random) -> Problem:
-    """Draws a problem that sums amounts on two or three days, compared with the day before."""
+    """Draws (question, steps, answer): sums amounts of two or three days, given by differences; raises _OutOfRange."""
     name, (verb, item), start = rng.choice(NAMES), rng.choice(ACTIVITIES), rng.randint(0, 2)
     days = DAYS[start : start + rng.choice((2, 3, 3))]
     amounts = [rng.randint(2, 20)]
@@ -199,7 +199,7 @@ FAMILIES: dict[str, Callable[[random.Random], Problem]] = {
 
 
 def split_of(question: str) -> str:
-    """Returns the split of a question, "train" or "eval", by a hash of its text."""
+    """Returns the split of a question, "train" or, for a fifth of all, "eval", by a hash of its text."""
     return "train" if hashlib.sha256(question.encode()).digest()[0] % _HELD_OUT_SHARE else "eval"
 
 
@@ -215,7 +215,7 @@ def cot_rows(split: str, n: int, seed: int = 0) -> list[dict[str, str]]:
         seed: seed of the rows; other seeds give other rows of the split.
 
     Returns:
-        Rows `dict(question, reasoning, answer)`; `reasoning` has a step per line, `answer` is an integer in 1..60.
+        Rows `dict(question, reasoning, answer)` of texts; `reasoning` has a step per line, `answer` is in "1".."60".
 
     Raises:
         ValueError: `split` is unknown, `n` is negative, or there are fewer problems than `n`.
@@ -254,7 +254,7 @@ def preference_rows(split: str, n: int, seed: int = 0) -> list[dict[str, str]]:
     """Generates the problems of `cot_rows` with a right solution and a wrong one, in which a step has a wrong result.
 
     Returns:
-        Rows `dict(question, chosen, rejected)`.
+        Rows `dict(question, chosen, rejected)`; replies are <think> steps </think> and an answer, wrong in `rejected`.
 
     Raises:
         ValueError: as `cot_rows`.
@@ -270,7 +270,7 @@ def preference_rows(split: str, n: int, seed: int = 0) -> list[dict[str, str]]:
 
 
 def _with_error(reasoning: str, rng: random.Random) -> tuple[str, str] | None:
-    """Returns steps with a wrong result, and the answer that follows; None if a number is not in 1..LIMIT."""
+    """Returns (steps with a random wrong result, the answer that follows), or None if a result is not in 1..LIMIT."""
     lines = reasoning.split("\n")
     changed, wrong = dict[str, str](), rng.randrange(len(lines))
     for number in range(wrong, len(lines)):

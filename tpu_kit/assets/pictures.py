@@ -41,7 +41,7 @@ class Task(NamedTuple):
     Attributes:
         image: an RGB image of PIL.
         question: a question about it.
-        answer: a word.
+        answer: a colour, a shape, or a count from "1" to "3".
         kind: an item of `KINDS`.
     """
 
@@ -52,7 +52,7 @@ class Task(NamedTuple):
 
 
 def task(number: int, split: str = "train", seed: int = 0) -> Task:
-    """Draws a picture with a question; the same arguments give the same task."""
+    """Draws the picture and question of row `number` of a split; the same arguments give the same task."""
     draw = random.Random(f"{split} {seed} {number}")
     kind = draw.choice(KINDS)
     count = draw.randint(1, MOST) if kind == "count" else 1
@@ -66,7 +66,7 @@ def task(number: int, split: str = "train", seed: int = 0) -> Task:
 
 
 def _picture(draw: random.Random, shape: str, colour: str, count: int) -> Image:
-    """Draws `count` shapes of a colour side by side on grey noise, in a picture of random size and aspect."""
+    """Draws `count` shapes of a colour side by side on grey noise, 48 to 96 pixels high and 48 to 144 wide."""
     import numpy as np
     from PIL import Image, ImageDraw
 
@@ -84,7 +84,7 @@ def _picture(draw: random.Random, shape: str, colour: str, count: int) -> Image:
 
 
 def rows(split: str, count: int, seed: int) -> list[dict[str, Any]]:
-    """Returns `count` rows with the bytes of a PNG, a question, an answer and the kind of question."""
+    """Returns rows 0 to `count` - 1: "image" ({"bytes": a PNG, "path": None}), "question", "answer", "kind" (texts)."""
     made = []
     for number in range(count):
         one = task(number, split, seed)
@@ -96,7 +96,7 @@ def rows(split: str, count: int, seed: int) -> list[dict[str, Any]]:
 
 
 def make_model(folder: Path) -> None:
-    """Writes the model, its tokenizer and the settings of its image processor to a folder; deterministic."""
+    """Writes the model (fp32), its tokenizer and preprocessor_config.json to a folder; the same for every call."""
     import torch
     from transformers import AutoModelForImageTextToText, Gemma4UnifiedConfig
 
@@ -157,7 +157,7 @@ def _tokenizer() -> Any:
 
 
 def model_dir(cache: Path = Path("~/.cache/tpu_kit")) -> Path:
-    """Returns the folder of the model in `cache`; makes it if it does not exist."""
+    """Returns the model's folder in `cache`, made if absent; its name has a hash of code and library versions."""
     import hashlib
     import shutil
     import tempfile

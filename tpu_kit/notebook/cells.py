@@ -60,7 +60,7 @@ def config(
 ) -> TrainConfig:
     """Builds the configuration from the notebook's parameters, which have the leaf names of TrainConfig.
 
-    The parameter `push_to` sets `hub.model_id`, unless it is None.
+    The parameter `push_to` sets `hub.model_id`, unless it is None. `output_dir` becomes the folder that `train` takes.
 
     Args:
         namespace: ``globals()`` of the notebook; see `parameters`.
@@ -84,7 +84,7 @@ def start_config(run: TrainConfig, path: str, sections: Collection[str], values:
     """Builds the configuration of a first training, which makes the teacher or the starting adapter of `run`.
 
     Args:
-        run: the run.
+        run: the run that the first training is for.
         path: a YAML file or a shipped configuration for all other settings.
         sections: sections that are copied from `run`, such as "data" and "launch".
         values: settings by leaf name, which override the file and the run.
@@ -94,14 +94,14 @@ def start_config(run: TrainConfig, path: str, sections: Collection[str], values:
 
 
 def run_config(namespace: Mapping[str, Any], also: Collection[str] = ()) -> TrainConfig:
-    """Reads the configuration of a trained run, found by its `run_name` or `output_dir`.
+    """Reads the configuration of a trained run, found by its `run_name` or `output_dir`, also among Kaggle's inputs.
 
     Args:
         namespace: as in `config`; other parameters, such as `num_replicas`, override the run's values.
         also: as in `config`.
 
     Raises:
-        ConfigError: there is no such run (the text names other runs there), it has not ended, or as in `config`.
+        ConfigError: there is no such run (the text names other runs there), it has no adapter, or as in `config`.
     """
     names = ("run_name", "output_dir")
     run = load_config(parameters={name: value for name, value in parameters(namespace).items() if name in names})
@@ -154,12 +154,12 @@ def check_push(config: TrainConfig) -> None:
 
 
 def show_verdict(checks: Sequence[Check], config: TrainConfig) -> None:
-    """Prints whether this machine is ready for the run, or the problem to fix first."""
+    """Prints whether this machine is ready for the run, by the results `checks`, or the problem to fix first."""
     print(verdict(checks, detect(config.launch).device_type))
 
 
 def show_config(config: TrainConfig, *, all_settings: bool = False) -> None:
-    """Shows the settings that were given or differ from the defaults, with the sources of their values."""
+    """Shows the settings that differ from the defaults or were given outside a file, with sources; or all settings."""
     rows, names = [], schema.parameters()
     for name, parameter in names.items():
         value, source = config[name], config.sources.get(name, "default")
@@ -173,6 +173,8 @@ def show_config(config: TrainConfig, *, all_settings: bool = False) -> None:
 
 def show_data(config: TrainConfig) -> Prepared:
     """Plans the run as `train` does, and shows the run plan: columns, held-out rows, batch, memory and duration.
+
+    Returns the tokenized rows. `train` does not print the same report of the rows again.
 
     Raises:
         ValueError: `train` would refuse the rows, the batch or the settings.
@@ -192,8 +194,8 @@ def show_example(spans: Iterable[tuple[str, bool]], pictures: Sequence[Any] = ()
     """Shows a training example and highlights the text that carries loss (in plain text: between [[ and ]]).
 
     Args:
-        spans: result of `decoded_example`. A run of image tokens is shown as "<token> x count".
-        pictures: PIL images to show with the text.
+        spans: result of `decoded_example`: (text, whether it carries loss).
+        pictures: PIL images to show with the text; runs of image tokens are then shown as "<token> x count".
     """
     marked, plain = "", ""
     if pictures:
@@ -216,7 +218,7 @@ def _counted(tokens: re.Match[str]) -> str:
 
 
 def _data_url(image: Any) -> str:
-    """Returns a small copy of a picture as a data URL."""
+    """Returns a copy of a PIL image, at most 320 x 320 pixels, as the data URL of a PNG."""
     buffer, small = io.BytesIO(), image.copy()
     small.thumbnail((320, 320))
     small.save(buffer, "PNG")
@@ -224,7 +226,7 @@ def _data_url(image: Any) -> str:
 
 
 def show_lengths(report: DataReport, max_length: int) -> None:
-    """Shows the lengths of the examples, the fill of the packed rows, and the shares of a mix's sources."""
+    """Shows the lengths of the examples in tokens, the fill of the packed rows, and the shares of a mix's sources."""
     alone = sum(min(length, max_length) for length in report.lengths) / (len(report.lengths) * max_length)
     longer = sum(length > max_length for length in report.lengths)
     text = f"{len(report.lengths)} examples, longest {max(report.lengths)} tokens, {longer} over {max_length}; "
@@ -260,7 +262,7 @@ def _lengths(report: DataReport, max_length: int, title: str) -> Figure:
 def show_answers(output_dir: str | Path, rows: int = 4) -> None:
     """Shows the answers of base and tuned model to held-out questions from a run's eval.json; see `show_comparison`.
 
-    A run with `tracking.generate_rows=0` writes no eval.json.
+    A run with `tracking.generate_rows=0` writes no eval.json; without the file, prints so.
     """
     from tpu_kit.generation.evaluation.comparison import read_comparison
 
@@ -271,12 +273,12 @@ def show_answers(output_dir: str | Path, rows: int = 4) -> None:
 
 
 def show_blind_answers(config: TrainConfig, prepared: Prepared) -> float:
-    """Shows how many held-out questions the tuned model answers correctly if all pictures are black.
+    """Generates the tuned model's answers to held-out questions with black pictures; shows how many are correct.
 
     It is a control: without the pictures, a model that uses them can only guess.
 
     Returns:
-        The share of correct answers.
+        The share of correct answers, 0 to 1.
     """
     from tpu_kit.generation.evaluation.evaluate import evaluate
 
@@ -290,7 +292,7 @@ def show_blind_answers(config: TrainConfig, prepared: Prepared) -> float:
 def show_comparison(comparison: Mapping[str, Any], rows: int = 4) -> None:
     """Shows base and tuned model side by side: the shares of correct answers with intervals, then `rows` questions.
 
-    Questions that only one of the models answers correctly come first.
+    `comparison` is the content of eval.json. Questions that only one of the models answers correctly come first.
     """
     from tpu_kit.data.held_out import UNKNOWN
 
@@ -330,7 +332,7 @@ def show_run(config: TrainConfig, result: TrainResult) -> None:
 
 
 def show_group(output_dir: str | Path) -> None:
-    """Shows a prompt and its group of completions from the last rollout of `grpo`, token by token.
+    """Shows a prompt and its group of completions from the last rollout of `grpo` in a run's folder, token by token.
 
     Tokens that the update makes likelier are green, others red; darker tokens have a larger advantage. Plain text has |
     between tokens.
@@ -353,7 +355,7 @@ def show_group(output_dir: str | Path) -> None:
 
 
 def check_run(config: TrainConfig, result: TrainResult) -> None:
-    """Checks that the loss of a run fell and that its weights exist. Only prints a note for a preempted run.
+    """Checks that the loss of a run fell and that its weights exist; prints the result. A preempted run passes.
 
     Raises:
         ValueError: the last logged training loss is not below the first, the held-out loss did not fall, or the weights

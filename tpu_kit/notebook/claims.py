@@ -40,10 +40,10 @@ def small_run(config: TrainConfig) -> dict[str, Any]:
     Returns:
         A dictionary with the keys
 
-        - first_loss, last_loss: nats per token;
-        - updates: number of updates;
+        - first_loss, last_loss: training losses of the first and the last update, in nats per token;
+        - updates: number of updates of both trainings together;
         - size: bytes of the checkpoint; 0 if it is damaged, or not from the last step of the first training;
-        - resumed: step from which the second training continued;
+        - resumed: step from which the second training continued, None if it started anew;
         - tokens: number of tokens of the reply.
     """
     from tpu_kit.generation.answers import Sampling, generate
@@ -76,8 +76,8 @@ class Claims:
     Attributes:
         launch: the devices.
         folder: folder of the runs.
-        questions: number of held-out questions that both models answer.
-        settings: settings of the main run in addition to the shipped configuration.
+        questions: number of held-out questions that the base and the tuned model answer.
+        settings: settings of the main run that override the shipped embedded-cot and the devices' batch.
     """
 
     launch: LaunchConfig
@@ -86,7 +86,7 @@ class Claims:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def run(self) -> Iterator[tuple[str, Callable[[], tuple[bool | None, str]]]]:
-        """Yields claims with the functions that check them.
+        """Yields claims with the functions that check them, to be called in this order: some read the first run.
 
         A function returns whether the claim holds (None if this machine cannot check it) and a text.
         """
@@ -155,7 +155,10 @@ class Claims:
 def check_claims(
     config: TrainConfig, announce: Callable[[str], None] = lambda name: None, **options: Any
 ) -> Iterator[Check]:
-    """Checks the claims on the devices of `config.launch`; yields a row per claim."""
+    """Checks the claims on the devices of `config.launch`; yields a result per claim, a failure if its check raises.
+
+    `announce` is called with a claim before its check; `options` are `questions` and `settings` of `Claims`.
+    """
     with tempfile.TemporaryDirectory(prefix="tpu_kit-") as folder:
         for text, check in Claims(config.launch, Path(folder), **options).run():
             announce(text)
@@ -171,7 +174,7 @@ def check_claims(
 
 
 def paste(config: TrainConfig, verified: Sequence[Check], claims: Sequence[Check]) -> str:
-    """Formats the results of `verify` and of the claims for an issue, without secrets and the user's home folder."""
+    """Returns the results of `verify` and the claims as a code block for an issue, without secrets and home folder."""
     backend = detection.detect(config.launch)
     versions = {name: installed_version(name) for name in ("tpu_kit", *PACKAGES, *TESTED)}
     packages = ", ".join(f"{name} {version}" for name, version in versions.items() if version)

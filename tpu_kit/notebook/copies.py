@@ -16,7 +16,7 @@ _TRAINING = "4-train-cot-sft.ipynb"
 
 
 def print_copies(folder: str, others: Sequence[str] = ()) -> int:
-    """Runs `notebooks --copy`: copies and prints the notebooks' names; returns the exit code.
+    """Runs `notebooks --copy`: copies the notebooks and prints their names; returns 0, the exit code.
 
     Args:
         folder: folder to write to.
@@ -32,7 +32,7 @@ def print_copies(folder: str, others: Sequence[str] = ()) -> int:
 
 
 def copy_notebooks(folder: str) -> str:
-    """Writes the kit's notebooks to a local folder; never overwrites a file that differs.
+    """Writes the kit's notebooks to a local folder, made if absent; overwrites no file.
 
     Returns:
         Text with the names of the written and of the existing files, and the next action.

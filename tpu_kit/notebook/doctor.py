@@ -18,7 +18,7 @@ from tpu_kit.machine.checks import Check, Machine
 
 
 def diagnose(config: TrainConfig | None = None, at: Machine | None = None) -> Iterator[Check]:
-    """Checks the machine for a run (by default the default configuration); yields rows, the quick checks first."""
+    """Yields the results of checks of `at` (None: this machine) for a run (None: the defaults), quick checks first."""
     from tpu_kit.distributed import detection
     from tpu_kit.training.losses.rollout_programs import check_rollouts
 
@@ -52,7 +52,7 @@ def diagnose(config: TrainConfig | None = None, at: Machine | None = None) -> It
 
 
 def print_findings(config: TrainConfig, as_json: bool = False) -> int:
-    """Prints the rows as they arrive, or all as a JSON list; returns 0, or 1 if there is a failure."""
+    """Prints the results of `diagnose` as they arrive, or all as a JSON list; returns 1 if any is a failure, else 0."""
     checks = []
     for check in diagnose(config):
         checks.append(check)

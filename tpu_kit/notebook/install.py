@@ -57,7 +57,7 @@ class Site:
 
     Attributes:
         platform: "Colab", "Kaggle", "TPU VM", "GPU machine" or "computer without an accelerator".
-        accelerator: for example "4 x v5e"; empty if there is none.
+        accelerator: chips such as "4 x v5e", or "NVIDIA GPU"; empty if there is none.
         system: operating system and processor, for example "Linux x86_64".
         python: major and minor version.
         versions: versions of all installed packages, by normalised name.
@@ -80,7 +80,7 @@ class Site:
         return self.versions.get(_normal(package))
 
     def rows(self) -> list[dict[str, str]]:
-        """Returns rows for `show_table`."""
+        """Returns the platform, accelerator, Python, backend and main versions as rows for `show_table`."""
         names = (*PACKAGES[:2], "torch_tpu", *PACKAGES[2:], "transformers", "peft")
         versions = {name: self.version(name) or "not installed" for name in names}
         found = {
@@ -96,7 +96,7 @@ class Site:
 
 
 def look(at: Machine | None = None) -> Site:
-    """Describes the machine and its packages, without importing them or opening a device."""
+    """Describes `at` (default: this machine) and this Python's packages, without importing them or opening a device."""
     at = at or Machine()
     tpus, gpu = at.tpus(), (at.root / "proc/driver/nvidia/version").exists()
     services = {"COLAB_RELEASE_TAG": "Colab", "KAGGLE_KERNEL_RUN_TYPE": "Kaggle"}
@@ -171,13 +171,13 @@ def _listed(lines: Sequence[str]) -> list[str]:
 def decide(
     site: Site, hardware: str = "auto", torch_index: str = "", source: str = "", extras: Sequence[str] = ()
 ) -> Decision:
-    """Chooses the packages to install. Installed packages of allowed versions are kept.
+    """Chooses the packages to install; installs nothing. Installed packages of allowed versions are kept.
 
     Args:
         site: the machine and its packages.
-        hardware: "tpu", "torch-tpu", "gpu" or "auto". auto means torch-tpu if the tested torch_tpu is installed. It
-            means gpu on a machine with a GPU, on a system without wheels of torch_xla, or with torch but neither
-            torch_xla nor a TPU. Otherwise it means tpu, because a CPU rehearses with it.
+        hardware: "tpu", "torch-tpu", "gpu" or "auto". auto means torch-tpu if the tested torch_tpu is installed without
+            torch_xla. It means gpu on a machine with a GPU, on a system without wheels of torch_xla, or with torch but
+            neither torch_xla nor a TPU. Otherwise it means tpu, because a CPU rehearses with it.
         torch_index: URL of an index with other wheels of torch.
         source: where the kit came from; a folder of wheels replaces the package index.
         extras: extras of the kit to install too, such as "trackers".
@@ -223,7 +223,7 @@ def decide(
 
 
 def _pair(kind: Kind) -> tuple[str, ...]:
-    """Lists the packages whose versions depend on each other."""
+    """Returns the names of the packages whose versions depend on each other; for gpu only torch."""
     return {"tpu": PACKAGES, "torch-tpu": tuple(torch_tpu.TESTED), "gpu": ("torch",)}[kind]
 
 
@@ -267,7 +267,7 @@ def _impossible(against: Sequence[str], ways_out: Sequence[str]) -> ValueError:
 
 
 def _read_requirements(lines: Sequence[str], extras: Sequence[str] = ()) -> dict[str, str]:
-    """Parses requirements, also of `extras` but not of other extras; maps packages to bounds such as ">=5.15"."""
+    """Returns package -> bounds, such as ">=5.15" or "", of requirements; omits lines for extras not in `extras`."""
     bounds = {}
     for line in lines:
         match = re.fullmatch(r"([\w.-]+)(?:\[[^\]]*\])?\s*([^;]*?)\s*(?:;\s*(.*))?", line.split("#")[0].strip())
@@ -279,7 +279,7 @@ def _read_requirements(lines: Sequence[str], extras: Sequence[str] = ()) -> dict
 
 
 def _within(version: str, bounds: str) -> bool:
-    """Whether a version is within bounds; False if the version is invalid.
+    """Returns whether a version is within bounds; False if the version is invalid.
 
     True if neither `packaging` nor pip is installed: then hardly any package is, and missing packages are installed
     anyway, with packaging among them.
@@ -294,7 +294,7 @@ def _within(version: str, bounds: str) -> bool:
 
 
 def _constraints(versions: Mapping[str, str]) -> tuple[str, ...]:
-    """Returns "name==version" of all installed packages, as constraints for pip; omits lines that pip refuses."""
+    """Returns "name==version" of packages, as constraints for pip; omits invalid lines, or all without `packaging`."""
     requirements, lines = find_packaging("requirements"), []
     for name, version in sorted(versions.items()):
         with contextlib.suppress(ValueError):
@@ -327,10 +327,10 @@ def _ways_out(site: Site, kind: Kind, source: str) -> tuple[str, ...]:
 
 
 def options(namespace: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the notebook's parameters, checked.
+    """Returns the given parameters of the notebook that installs: kit_source, hardware, extras, torch_index, restart.
 
     Raises:
-        ConfigError: a name is unknown (the text has the nearest name), or a value is invalid.
+        ConfigError: another name is given (the text has the nearest name), `hardware` is unknown, or as `parameters`.
     """
     options = parameters(namespace)
     check_names(options, ("kit_source", "hardware", "extras", "torch_index", "restart"))
@@ -340,7 +340,7 @@ def options(namespace: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def ensure(kit_source: str = "git") -> None:
-    """Installs the packages that this environment lacks, and prints which packages were kept and added.
+    """Installs the packages that this environment lacks (`decide` with "auto"); prints which were kept and added.
 
     Args:
         kit_source: where the kit came from, as in the notebooks' parameters.
@@ -359,7 +359,7 @@ def ensure(kit_source: str = "git") -> None:
 
 
 def carry_out(decision: Decision) -> None:
-    """Runs the command; prints its output, and which packages were kept, replaced and added.
+    """Runs the command, if any, with `keep` as constraints; prints its output and the packages that changed.
 
     Raises:
         ValueError: the command failed; the text has the end of its output.
@@ -409,7 +409,10 @@ print("computed on", where)
 
 
 def check(decision: Decision) -> list[Check]:
-    """Loads the packages in a new process, as a run does, and computes a sum: on a GPU, torch_xla's CPU or the CPU."""
+    """Loads the packages in a new process and computes a sum on a GPU, torch_xla's CPU or the CPU; returns one result.
+
+    It fails, too, if a machine with a GPU computes on the CPU with kind "gpu".
+    """
     pair = [name for name in _pair(decision.kind) if name != "jaxlib"]
     # The process must not open a TPU: PJRT_DEVICE is for torch_xla, TORCH_DEVICE_BACKEND_AUTOLOAD for torch_tpu.
     environment = {**os.environ, "PJRT_DEVICE": "CPU", "TPU_SKIP_MDS_QUERY": "1", "USE_TORCH_XLA": "1",
@@ -430,7 +433,7 @@ def check(decision: Decision) -> list[Check]:
 
 
 def restart(allowed: bool = False) -> None:
-    """Prints whether the kernel must be restarted, and restarts it if allowed."""
+    """Prints whether the kernel must be restarted, because a loaded package was replaced; restarts it if `allowed`."""
     replaced = "; ".join(replaced_modules(installed_version))
     if not replaced:
         print("The kernel need not be restarted.")

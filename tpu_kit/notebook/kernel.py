@@ -106,7 +106,7 @@ def assigned(source: str) -> list[str]:
 
 
 def check_names(given: Mapping[str, Any], known: Collection[str]) -> None:
-    """Refuses parameters that a notebook does not have; papermill only warns about them.
+    """Refuses names in `given` that are not in `known`, a notebook's parameters; papermill only warns about them.
 
     Raises:
         ConfigError: names are unknown; the text has the nearest known names.
@@ -121,7 +121,7 @@ def check_names(given: Mapping[str, Any], known: Collection[str]) -> None:
 
 
 def shorten_errors() -> None:
-    """Makes IPython show ValueErrors of the kit without a traceback, and explain NameErrors of cells.
+    """Makes IPython show ValueErrors raised in the kit without a traceback, and say which cell a NameError needs.
 
     Does nothing outside IPython.
     """
@@ -148,7 +148,7 @@ def _explain(
 
 
 def in_ipython() -> bool:
-    """Whether this process runs IPython, as the kernel of a notebook does."""
+    """Returns whether this process runs IPython, as the kernel of a notebook does."""
     # Looked up, not imported: the kit does not depend on IPython, and inside IPython the module is loaded already.
     module = sys.modules.get("IPython")
     return module is not None and module.get_ipython() is not None
@@ -165,12 +165,12 @@ def show(bundle: Bundle) -> None:
 
 
 def show_table(rows: text_tables.Rows) -> None:
-    """Shows rows as a table with one column per key of the first row; plain text shows a line break as a slash."""
+    """Shows rows as a table with one column per key of the first row; plain text has " / " for a line break."""
     show({"text/html": text_tables.to_html(rows), "text/plain": text_tables.to_text(rows)})
 
 
 def new_figure(width: float, height: float, columns: int = 1) -> tuple[Figure, Sequence[Any]]:
-    """Makes a figure of `width` x `height` inches and its axes; drawing it needs neither pyplot nor the main thread."""
+    """Returns a figure of `width` x `height` inches and its `columns` axes, side by side; needs no pyplot."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(width, height), layout="constrained")
@@ -178,7 +178,7 @@ def new_figure(width: float, height: float, columns: int = 1) -> tuple[Figure, S
 
 
 def picture(figure: Figure, text: str) -> Bundle:
-    """Renders a figure as PNG, with a text for plain displays."""
+    """Returns a bundle of the figure as PNG (base64) and `text` for plain displays."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png", dpi=100)
     return {"image/png": base64.b64encode(buffer.getvalue()).decode(), "text/plain": text}

@@ -34,6 +34,8 @@ _WIDTH = 70  # characters of a cell's first line
 def run(paths: Sequence[Path], out: Path, parameters: Mapping[str, Any]) -> int:
     """Runs notebooks until one fails or its training is preempted; returns the exit code.
 
+    It is 0 if all ran, 1 for a failure, 75 if preempted or stopped by a signal. Signals are handled as in `_Job`.
+
     Args:
         paths: the notebooks.
         out: folder of the executed notebooks and their HTML.
@@ -112,7 +114,7 @@ class _Job:
         self.kernel: Any = None
 
     def stop(self, number: int, frame: FrameType | None) -> None:
-        """Handles SIGINT and `preemption.STOPS`."""
+        """Handles a signal: interrupts the kernel, if any, or kills it at the second signal; skips repetitions."""
         now, before = time.monotonic(), self.last
         if now - before < _SAME:
             return
@@ -124,7 +126,10 @@ class _Job:
                 os.kill(self.kernel.pid, signal.SIGINT if self.signals == 1 else signal.SIGKILL)
 
     def execute(self, path: Path, target: Path, parameters: Mapping[str, Any]) -> tuple[BaseException | None, str]:
-        """Runs a notebook and writes it and its HTML; returns its error, and the reason if training was preempted."""
+        """Runs a notebook; writes it to `target`, and its HTML beside it.
+
+        Returns its error, None if all cells ran, and why training was preempted, "" if it was not.
+        """
         import nbformat
         import papermill
         from nbconvert import HTMLExporter
@@ -152,7 +157,7 @@ class _Job:
 
 
 def _hidden(content: Any) -> Any:
-    """Removes secrets from a message's content, for the executed notebook, its HTML and the terminal."""
+    """Returns a message's content with *** for secrets, for the executed notebook, its HTML and the terminal."""
     if isinstance(content, dict):
         return {key: _hidden(value) for key, value in content.items()}
     if isinstance(content, list):
@@ -161,7 +166,7 @@ def _hidden(content: Any) -> Any:
 
 
 def _engine(job: _Job) -> Any:
-    """Returns a papermill engine that prints the cells and their outputs."""
+    """Returns a class, a papermill engine that prints cells and outputs, and runs no cell after a signal to `job`."""
     from papermill.clientwrap import PapermillNotebookClient
     from papermill.engines import NBClientEngine
 

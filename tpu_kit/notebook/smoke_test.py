@@ -49,7 +49,7 @@ PROMPTS = (
 
 
 class Case(NamedTuple):
-    """A case of attention: query heads, key-value heads, head size; several segments in a row; window, soft cap."""
+    """A case of attention: query heads, key-value heads (`pairs`), head size; segments in a row; window, soft cap."""
 
     heads: int
     pairs: int
@@ -78,8 +78,8 @@ def measure_cores(config: TrainConfig) -> dict[str, Any]:
     Returns:
         A dictionary with the keys
 
-        - cores: a dictionary per replica: rank, the all-reduced sum of every rank + 1, TFLOP/s, and the GiB of device
-          memory in use, if the device reports them;
+        - cores: a dictionary per replica: core (its rank), all-reduce (the sum of every rank + 1), TFLOP/s and, if the
+          device reports memory, GiB in use;
         - compiles, fallbacks: programs compiled and operations run on the host while the program was repeated.
     """
     rt = runtime.current()
@@ -156,7 +156,7 @@ def _plain(
 def _splash(
     case: Case, rt: Runtime, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: torch.Tensor
 ) -> torch.Tensor:
-    """Calls the kernel as the model's layers do; in the interpreter if there is no TPU."""
+    """Returns the kernel's output, called as the model's layers do; in Pallas' interpreter if there is no TPU."""
     settings = SplashSettings(case.window, case.softcap, interpret=rt.device_type != "tpu")
     return splash_attention.splash_kernel(query * case.head_dim**-0.5, key, value, segments, settings)
 
@@ -164,7 +164,7 @@ def _splash(
 def _differentiate(
     attend: Attend, states: list[torch.Tensor], segments: torch.Tensor, rt: Runtime, dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """Returns the output of an attention and the gradients of query, key and value, on the host."""
+    """Returns output and gradients of query, key and value, on the host; `states`: these and the output's gradient."""
     query, key, value, upstream = (tensor.to(rt.local_device, dtype) for tensor in states)
     inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
     output = attend(query, key, value, segments.to(rt.local_device))
@@ -184,7 +184,8 @@ def compare_step(config: TrainConfig) -> dict[str, float] | None:
     """Takes a training step on all replicas, and the same step on the host with unrolled layers and plain attention.
 
     Returns:
-        On rank 0: loss (nats per token) and grad_norm of the replicas, host_loss and host_grad_norm of the host.
+        On rank 0: loss (nats per token) and grad_norm of the replicas, host_loss and host_grad_norm of the host; None
+        on other ranks.
     """
     rt = runtime.current()
 
@@ -213,7 +214,7 @@ def _model(config: TrainConfig) -> torch.nn.Module:
 def _step(
     model: torch.nn.Module, config: TrainConfig, rt: Runtime, batch: dict[str, torch.Tensor]
 ) -> tuple[float, float]:
-    """Returns loss per token and gradient norm of a run's first step."""
+    """Trains a step on a replica's `batch`; returns loss (nats per token) and gradient norm over all replicas."""
     report = UpdateSums.unpack(_stepper(model, config, rt, batch)(1).tolist())
     return report.loss / max(report.weight, 1), report.grad_norm
 
@@ -221,7 +222,7 @@ def _step(
 def _stepper(
     model: torch.nn.Module, config: TrainConfig, rt: Runtime, batch: dict[str, torch.Tensor]
 ) -> Callable[[int], torch.Tensor]:
-    """Moves model and batch to the device; returns a function that takes steps and returns the last step's report."""
+    """Moves model and batch to the device; returns a function: number of steps to train -> the last packed report."""
     state = prepare_model(model, config, rt)
     sent, rest = rt.to_device([batch, {"control": torch.tensor(Control(1e-4, 1.0, 1.0))}])
     rt.sync()
@@ -237,7 +238,7 @@ def _stepper(
 
 
 def _rows(model: Any, config: TrainConfig, count: int) -> dict[str, torch.Tensor]:
-    """Makes rows of two documents, with the same random tokens at every call."""
+    """Returns a batch of `count` rows, (count, data.max_length), of two documents with random, always equal tokens."""
     vocabulary, length = model.get_input_embeddings().num_embeddings, config.data.max_length
     ids = torch.randint(2, vocabulary, (count, length), generator=torch.Generator().manual_seed(1))
     first = length // 3
@@ -248,10 +249,10 @@ def _rows(model: Any, config: TrainConfig, count: int) -> dict[str, torch.Tensor
 
 
 def measure_step(config: TrainConfig) -> dict[str, float | None]:
-    """Trains a model with random weights for some steps.
+    """Trains a model with random weights for `WARM_UP` + `TIMED` steps on equal rows.
 
     Returns:
-        seconds per step after the warm-up; peak_bytes, the peak of device memory, None if it is not counted.
+        seconds per timed step; peak_bytes, the peak of device memory, None if it is not counted.
     """
     rt = runtime.current()
     model = trainable.adapt(empty_model(config), config.lora, config.model.base_dtype).train()

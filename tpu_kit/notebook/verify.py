@@ -58,7 +58,7 @@ TIME_RATIOS = (0.5, 4.0)
 
 
 def _brief(error: Exception) -> str:
-    """Shortens an error's text to its first line and its last line that names an error, or else its last line."""
+    """Returns an error's first line and its last line that names an error, or else its last line; 400 characters."""
     lines = [line.strip() for line in hide_secrets(str(error)).splitlines() if line.strip()] or [type(error).__name__]
     named = [line for line in lines[1:] if re.match(r"[\w.]+(Error|Exception)\b|Fatal Python error", line)]
     return " ".join([lines[0], *(named or lines[1:])[-1:]])[:400]
@@ -90,10 +90,12 @@ def verify(
 ) -> Iterator[Record]:
     """Checks this machine's devices; yields a row after each check. A failure does not stop the next checks.
 
+    Without a device, or with a report that cannot be written, yields only one failure, "Verify" or "Report".
+
     Args:
         config: its `launch` section chooses the device.
         report: file of the report. Report and calibration are written after each check, so that a crash loses nothing.
-        announce: called with a check's name before the check.
+        announce: called with a check's name, and the limit of its launches in seconds, before the check.
     """
     path, at = Path(report).absolute(), Machine()
     records: list[Record] = []
@@ -138,7 +140,7 @@ class _Checks:
         self._steps_taken: dict[str, dict[str, float | None]] = {}
 
     def run(self) -> Iterator[Record]:
-        """Runs the checks."""
+        """Runs the checks and yields their rows: cores, kernel, step, tokens, memory, step time, small run."""
         yield self._cores()
         yield self._splash()
         yield from self._steps()
@@ -155,7 +157,7 @@ class _Checks:
         )  # fmt: skip
 
     def _config(self, one: bool = False, **settings: Any) -> TrainConfig:
-        """Configures a run of the embedded model, without kernels or loops that have failed."""
+        """Configures a run (default: the embedded model) without kernels or loops that failed; `one`: on 1 replica."""
         values = {"model.name": "embedded", "data.source": "embedded", "max_length": 128, **settings}
         config = load_config(None, parameters=values)
         return self.measured.apply(replace(config, launch=self._one if one else self._all))[0]
@@ -178,7 +180,10 @@ class _Checks:
         return record
 
     def _steps(self) -> Iterator[Record]:
-        """Checks a training step: on XLA with scanned layers, and with unrolled layers if that fails."""
+        """Yields checks of a training step: on XLA with scanned layers; if that fails, and elsewhere, unrolled.
+
+        If only unrolled layers pass on XLA, `measured.scan` becomes the text of the failure.
+        """
         tolerance = f"loss within {LOSS_TOLERANCE:.0%}, gradient norm within {NORM_TOLERANCE:.0%} of the CPU's"
         on_xla = self._backend.device_type in ("tpu", "xla-cpu")
         for layers, scan in (("scanned", "on"), ("unrolled", "off"))[not on_xla :]:
@@ -199,7 +204,7 @@ class _Checks:
         return [self._config(one=True, **shape) for shape in shapes]
 
     def _step(self, config: TrainConfig) -> dict[str, float | None]:
-        """Measures memory and time of a step; runs a shape only once."""
+        """Returns `smoke_test.measure_step` of a run; launches it only once for each model, batch size and length."""
         if (name := _name(config)) not in self._steps_taken:
             self._steps_taken[name] = launch(smoke_test.measure_step, config, self._limit)
         return self._steps_taken[name]
@@ -233,7 +238,7 @@ class _Checks:
     def _measure(
         self, name: str, run: Callable[[], dict[str, dict[str, float]]], bounds: tuple[float, float], against: str
     ) -> Record:
-        """Checks the ratios of measured over predicted; if all are within the bounds, stores the largest."""
+        """Checks the ratios of measured over predicted; if all are within `bounds`, the largest goes to `measured`."""
         tolerance = f"{bounds[0]} to {bounds[1]} times {against}"
         judge, action = partial(_judge_ratios, bounds=bounds, against=against), "predictions are not corrected"
         record = self._check(name, run, judge, tolerance, action)
@@ -246,11 +251,11 @@ class _Checks:
         self, name: str, run: Callable[[], Any], judge: Callable[[Any], Verdict], tolerance: str,
         action: str = "", limited: bool = True,
     ) -> Record:  # fmt: skip
-        """Runs a check and judges its figures, or records its error.
+        """Runs a check and judges its figures, or records its error; raises nothing.
 
         Args:
             name: name of the check.
-            run: returns the figures.
+            run: returns the figures; NotMeasured skips the check. Its output goes to the record of an error.
             judge: decides whether the figures are right, and describes them.
             tolerance: bounds of the figures, for the report.
             action: the kit's reaction to a failed check, which is then a warning; if empty, it is a failure.
@@ -288,7 +293,7 @@ Verdict = tuple[bool, str]  # whether the figures are right, and their descripti
 
 
 def _judge_cores(figures: Mapping[str, Any], devices: int, chip: Chip | None) -> Verdict:
-    """Checks that all cores have the sum of 1 to the number of cores; reports the speed without judging it."""
+    """Checks that sums are right, cores at least `devices`, compiles and fallbacks 0; only reports the speed."""
     cores, count = figures["cores"], len(figures["cores"])
     total, slowest = count * (count + 1) / 2, min(core["TFLOP/s"] for core in cores)
     wrong = [f"core {one['core']} has {one['all-reduce']:g}" for one in cores if one["all-reduce"] != total]
@@ -335,7 +340,7 @@ def _judge_run(figures: Mapping[str, Any]) -> Verdict:
 
 
 def compare(measured: float, predicted: float) -> dict[str, float]:
-    """Returns the measured and the predicted figure and their ratio."""
+    """Returns the figures "measured" and "predicted", and their "ratio", measured / predicted."""
     return {"measured": measured, "predicted": predicted, "ratio": measured / predicted}
 
 
@@ -365,9 +370,10 @@ def _write_report(path: Path, backend: detection.Backend, measured: Calibration,
 
 
 def print_report(config: TrainConfig, file: str = REPORT, claims: bool = False) -> int:
-    """Runs `verify` and prints its rows and a summary; returns 0, or 1 if a check failed.
+    """Runs `verify` and prints its rows and a summary; returns 1 if any row is a failure or a warning, else 0.
 
-    With `claims` it then checks the README's claims about a run, and prints all results as text for an issue.
+    With `claims` it then checks the README's claims about a run, and prints all results as text for an issue. `file` is
+    the report.
     """
     records: list[Check] = []
 

@@ -19,7 +19,7 @@ from tpu_kit.training.outcome import BEFORE_TRAINING
 
 
 def show_pair(prepared: Prepared, number: int = 0) -> None:
-    """Shows a training pair: the prompt, then the chosen and the rejected reply with the compared text highlighted."""
+    """Shows training pair `number`, from 0: the prompt, then both replies with the compared text highlighted."""
     assert prepared.encoder is not None and prepared.train.documents.pairs is not None
     ids, mask = prepared.train.document(number)
     unit, decode = Unit(*prepared.train.documents.pairs[number].tolist()), prepared.encoder.tokenizer.decode
@@ -37,7 +37,7 @@ def show_rewards(output_dir: str | Path, held_out: int) -> None:
 
     Args:
         output_dir: the run's folder.
-        held_out: number of held-out pairs, for the 95 % interval of their share.
+        held_out: number of held-out pairs that the run evaluated, for the 95 % interval of their share.
     """
     every = [record for record in read_metrics(output_dir) if "rewards/margins" in record]
     train, evaluated = (

@@ -32,10 +32,10 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def live(output_dir: str | Path, every: float = 5.0) -> Iterator[None]:
-    """Shows the progress and the curves of a run while the block runs, and at its end.
+    """Shows the progress and the curves of a run while the `with` block runs, and at its end, also after an error.
 
-    Turns off the run's own bar, of which a notebook would keep every redraw. Outside IPython, shows only the final
-    curves.
+    Turns off the run's own bar, of which a notebook would keep every redraw. Outside IPython, only prints the final
+    losses, if the block raises nothing.
 
     Args:
         output_dir: the run's folder.
@@ -76,7 +76,7 @@ def live(output_dir: str | Path, every: float = 5.0) -> Iterator[None]:
 
 
 def run_figures(records: list[dict[str, Any]]) -> dict[str, str]:
-    """Summarises a run's metrics records: figures for display, by name."""
+    """Returns figures for display by name, such as "MFU", from a run's metrics records; {} without training records."""
     train = [record for record in records if record["kind"] == "train"]
     if not train:
         return {}
@@ -98,7 +98,7 @@ def run_figures(records: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def _progress(folder: Path, begun: float) -> Bundle:
-    """Reads a run's progress from files that changed after the time `begun`."""
+    """Returns a run's progress as text, from files that changed after `begun` (seconds since 1970)."""
 
     def bar(share: float) -> str:
         return f"{'█' * round(40 * share):░<40}"
@@ -123,7 +123,7 @@ def _progress(folder: Path, begun: float) -> Bundle:
 
 
 def _curves(output_dir: str | Path) -> Bundle:
-    """Returns the curves of training loss, held-out loss and speed of a run."""
+    """Returns curves of training and held-out loss (grpo: reward and accuracy) and speed; a text without metrics."""
     every = read_metrics(output_dir)
     kinds = {"train": ("train",), "eval": (BEFORE_TRAINING, "eval")}
     records = {name: [record for record in every if record["kind"] in of] for name, of in kinds.items()}
@@ -162,7 +162,10 @@ def _modified(file: Path) -> float:
 
 
 def show_memory(plan: Plan) -> None:
-    """Shows the parts of the peak memory of the chosen setting, largest first."""
+    """Shows the parts of the peak memory of the plan's setting, largest first, in GiB and % of a device.
+
+    Leaves out parts below a thousandth of the peak; adds the peak and the device's memory.
+    """
     parts, limit = dict(sorted(plan.parts.items(), key=lambda part: -part[1])), plan.where.limit
     parts |= {"peak": plan.peak_bytes, f"a device of {plan.where.name} has": limit}
     rows = [
@@ -186,7 +189,7 @@ def show_mesh(plan: Plan) -> None:
 
 
 def show_settings(plan: Plan) -> None:
-    """Plots the peak memory of the settings as bars with the device's limit, and marks the chosen setting."""
+    """Plots the peak memory of the ten fastest settings that fit and two larger settings; marks limit and choice."""
     count = sum(setting.peak_bytes <= plan.where.limit * (1 - plan.free) for setting in plan.settings)
     text = f"{count} of {len(plan.settings)} settings fit {plan.where.name}, {plan.free:.0%} of its memory kept free"
     show(picture(_bars(plan), text))
