@@ -94,6 +94,7 @@ COMMANDS: Mapping[str, Parser] = _PARSERS.choices
 
 
 def _add_parser(name: str, command: Command) -> None:
+    """Adds the parser of a command, with its help, to `COMMANDS`."""
     parts = [command.details]
     if texts := [str(parameter) for kind in command.own for parameter in knobs_of(kind).values()]:
         parts.append("\n".join(["Its own key=value:", *texts]))

@@ -96,10 +96,7 @@ class Mesh:
         return [f"launch.mesh: {self}: {n} {name} {fix}" for name, n in counts.items() if n % self.model]
 
     def exchanges(self, kv_heads: int) -> bool:
-        """Returns whether model x context divides `kv_heads`, so that devices exchange heads for tokens in attention.
-
-        Otherwise devices that share rows gather all keys and values.
-        """
+        """Returns whether model x context divides `kv_heads`, to exchange heads for tokens; else keys are gathered."""
         return kv_heads % (self.model * self.context) == 0
 
     def over_weights(self, spec: Spec) -> Spec:

@@ -214,6 +214,7 @@ _IMAGE_TOKENS = re.compile(r"(<[^<>\s]+>)\1{3,}")
 
 
 def _counted(tokens: re.Match[str]) -> str:
+    """Returns a match of `_IMAGE_TOKENS` as "<token> x count "."""
     return f"{tokens[1]} x {len(tokens[0]) // len(tokens[1])} "
 
 
@@ -239,6 +240,7 @@ def show_lengths(report: DataReport, max_length: int) -> None:
 
 
 def _lengths(report: DataReport, max_length: int, title: str) -> Figure:
+    """Plots a histogram of lengths with max_length, and for a mix the shares of tokens by source."""
     figure, (axes, *others) = new_figure(8, 2.5, columns=2 if report.sources else 1)
     for by_source in others:
         for shift, name in enumerate(("tokens", "loss_tokens")):

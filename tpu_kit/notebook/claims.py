@@ -97,15 +97,18 @@ class Claims:
         yield "an export is read in a new process and gives the tuned model's logits", self._exports
 
     def _config(self, name: str, **settings: Any) -> TrainConfig:
+        """Configures embedded-cot with `settings`, in the subfolder `name`."""
         values = {"output_dir": str(self.folder / name), "generate_rows": 0, **settings}
         return replace(load_config("embedded-cot", values), launch=self.launch)
 
     def _train(self, name: str, **settings: Any) -> Any:
+        """Trains the run of `_config`; returns its `TrainResult`."""
         from tpu_kit.recipes.sft import train
 
         return train(self._config(name, **settings))
 
     def _learns(self) -> tuple[bool, str]:
+        """Trains the main run; returns whether it answers enough questions afterwards, and the figures."""
         replicas = detection.detect(self.launch).num_replicas or Machine().tpu_devices()
         asked = {"batch_size": max(1, _ROWS // replicas), "generate_rows": self.questions, "eval_rows": self.questions}
         asked |= self.settings
@@ -115,11 +118,13 @@ class Claims:
         return after >= _LEAST_CORRECT * self.questions, f"{text}{metrics['train_seconds']:.0f} s to train"
 
     def _records(self) -> list[dict[str, Any]]:
+        """Returns the main run's training records."""
         from tpu_kit.training.metrics import read_metrics
 
         return [record for record in read_metrics(self.folder / "main") if record["kind"] == "train"]
 
     def _reads_nothing(self) -> tuple[bool | None, str]:
+        """Returns whether the main run read nothing from the device, None off XLA, and the figures."""
         records = self._records()
         if "host_syncs_per_step" not in records[-1]:
             return None, "counted only on XLA"
@@ -128,12 +133,14 @@ class Claims:
         return not any(most.values()), f"at most {most['host_syncs']:g} reads per update; {speed:,.0f} tokens/s"
 
     def _compiles_little(self) -> tuple[bool | None, str]:
+        """Returns whether the main run compiled 3 programs at most, None without a compiler, and a text."""
         last = self._records()[-1]
         if not last.get("compiles"):
             return None, "nothing is compiled here"
         return last["compiles"] <= 3, f"{last['compiles']} programs"
 
     def _resumes(self) -> tuple[bool, str]:
+        """Trains a run at once and in two halves; returns whether the adapters have equal bytes, and a text."""
         common = {"schedule": "constant", "warmup_steps": 0, "eval_rows": 0, "eval_steps": None, "logging_steps": 2,
                   "save_steps": _STEPS // 2, "split": "train[:400]"}  # fmt: skip
         self._train("whole", max_steps=_STEPS, **common)
@@ -146,6 +153,7 @@ class Claims:
         return same and result.step == _STEPS, f"{told} adapters after {_STEPS} updates, one stopped at {_STEPS // 2}"
 
     def _exports(self) -> tuple[bool, str]:
+        """Exports the main run as merged; returns whether the export was checked, and the checks' results."""
         from tpu_kit.exporting.export import export
 
         done = export(self.folder / "main", "merged")

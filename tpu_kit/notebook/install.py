@@ -115,6 +115,7 @@ def _installed() -> dict[str, str]:
 
 
 def _normal(name: str) -> str:
+    """Returns a package's normalised name: lower case, and - for runs of - _ and dots."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
@@ -228,6 +229,7 @@ def _pair(kind: Kind) -> tuple[str, ...]:
 
 
 def _required() -> list[str]:
+    """Returns tpu_kit's requirements from its metadata; raises ValueError if it is not installed."""
     try:
         return requires("tpu_kit") or []
     except PackageNotFoundError:
@@ -263,6 +265,7 @@ def _kind(site: Site, hardware: str, source: str) -> Kind:
 
 
 def _impossible(against: Sequence[str], ways_out: Sequence[str]) -> ValueError:
+    """Returns an error, to raise, that lists the reasons and the alternatives."""
     return ValueError("\n".join(["It cannot be installed here:", *_listed(against), "Instead:", *_listed(ways_out)]))
 
 
@@ -304,6 +307,7 @@ def _constraints(versions: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def _ways_out(site: Site, kind: Kind, source: str) -> tuple[str, ...]:
+    """Returns the alternatives, as texts, if `kind` cannot be installed here; `source` as in `decide`."""
     if site.system != _LINUX:
         return ("hardware='gpu' here, for torch without TPU; or a Linux machine, Colab or Kaggle for TPU",)
     service = {

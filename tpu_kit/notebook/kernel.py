@@ -132,6 +132,7 @@ def shorten_errors() -> None:
 def _explain(
     shell: Any, kind: type[Exception], error: Exception, trace: TracebackType | None, tb_offset: int | None = None
 ) -> None:
+    """Shows an error, as IPython's custom handler; see `shorten_errors`. Changes the text of a cell's NameError."""
     *_, (frame, _line) = traceback.walk_tb(trace)
     # Only errors of the cell itself: in a function (CO_OPTIMIZED), a missing name is an error in the code.
     of_cell = frame.f_globals is shell.user_ns and not frame.f_code.co_flags & inspect.CO_OPTIMIZED
@@ -202,6 +203,7 @@ def show_checks(checks: Iterable[Check]) -> list[Check]:
 
 
 def _checks(rows: Sequence[Check]) -> Bundle:
+    """Returns a table of checks with their fixes, as text "looking ..." if there are none."""
     shown = [
         {
             "": text_tables.Html(f"<b style='color:{COLOURS[row.status]}'>{MARKS[row.status]}</b>"),

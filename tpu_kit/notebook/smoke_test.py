@@ -148,6 +148,7 @@ def compare_kernel(config: TrainConfig) -> dict[str, dict[str, float]]:
 def _plain(
     case: Case, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, segments: torch.Tensor
 ) -> torch.Tensor:
+    """Returns plain attention's output, (rows, heads, tokens, head size), as `_splash`."""
     options: dict[str, Any] = {"sliding_window": case.window, "softcap": case.softcap}
     options["visibility"] = attention.Visibility(segments)
     return attention.sdpa_attention(torch.nn.Module(), query, key, value, None, **options)[0].transpose(1, 2)
@@ -174,6 +175,7 @@ def _differentiate(
 
 
 def _host() -> Runtime:
+    """Returns the runtime of a single replica on the host's CPU."""
     return CpuRuntime(0, 1, torch.device("cpu"))
 
 
@@ -204,6 +206,7 @@ def compare_step(config: TrainConfig) -> dict[str, float] | None:
 
 
 def _model(config: TrainConfig) -> torch.nn.Module:
+    """Loads a run's model with random adapters, equal in all processes; the B matrices are not zero."""
     model, generator = trainable.load_model(config.model, config.lora), torch.Generator().manual_seed(0)
     for name, parameter in model.named_parameters():
         if "lora_B" in name:  # if B is zero, the gradient of A is zero
@@ -292,6 +295,7 @@ def compare_tokens(config: TrainConfig) -> dict[str, float]:
 
 
 def _complete(config: TrainConfig, rt: Runtime) -> list[list[int]]:
+    """Returns the tokens that the model adds greedily to all `PROMPTS`, at most `NEW_TOKENS` per prompt."""
     model, tokenizer = load_here(config, None, rt)
     generator = Generator(
         model, tokenizer, rt, data=config.data, max_prompt=64, max_new_tokens=NEW_TOKENS, batch_size=len(PROMPTS)

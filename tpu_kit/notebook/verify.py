@@ -163,12 +163,14 @@ class _Checks:
         return self.measured.apply(replace(config, launch=self._one if one else self._all))[0]
 
     def _cores(self) -> Record:
+        """Checks all devices by `smoke_test.measure_cores`."""
         devices = self._backend.num_replicas or Machine().tpu_devices()
         judge = partial(_judge_cores, devices=devices, chip=chips.CHIPS.get(self.measured.device))
         run = partial(launch, smoke_test.measure_cores, self._config(), self._limit)
         return self._check("Cores", run, judge, "exact sums, and no compiles while one shape repeats")
 
     def _splash(self) -> Record:
+        """Checks the splash kernel on XLA, elsewhere skips it; sets `measured.splash`."""
         if self._backend.device_type not in ("tpu", "xla-cpu"):
             return Record("Splash kernel", "skipped", f"it is for a TPU, and this is {self._backend.device_type}")
         record = self._check(
@@ -200,6 +202,7 @@ class _Checks:
                 return
 
     def _shapes(self) -> list[TrainConfig]:
+        """Returns the runs to measure: two real models on a TPU or GPU, elsewhere the embedded model."""
         shapes = _SHAPES if self._backend.device_type in ("tpu", "cuda") else _SMALL
         return [self._config(one=True, **shape) for shape in shapes]
 
@@ -210,6 +213,7 @@ class _Checks:
         return self._steps_taken[name]
 
     def _memory(self) -> dict[str, dict[str, float]]:
+        """Returns the measured peaks of `_shapes` and the compiler's, in bytes, by name; or raises NotMeasured."""
         if self._backend.device_type == "cuda":
             raise NotMeasured("not measured: no compiler reports the memory of a GPU's step")
         ratios = {}
@@ -222,6 +226,7 @@ class _Checks:
         return ratios
 
     def _time(self) -> dict[str, dict[str, float]]:
+        """Returns the measured and the predicted seconds of the first of `_shapes`; or raises NotMeasured."""
         config = self._shapes()[0]
         seconds = self._step(config)["seconds"]
         assert seconds is not None
@@ -283,6 +288,7 @@ class _Checks:
 
 
 def _name(config: TrainConfig) -> str:
+    """Returns a run's model, batch size and length as text, the name of its figures."""
     rows, length = config.optim.batch_size, config.data.max_length
     return f"{Path(config.model.name).name}, {rows} x {length} tokens"
 
@@ -293,7 +299,7 @@ Verdict = tuple[bool, str]  # whether the figures are right, and their descripti
 
 
 def _judge_cores(figures: Mapping[str, Any], devices: int, chip: Chip | None) -> Verdict:
-    """Checks that sums are right, cores at least `devices`, compiles and fallbacks 0; only reports the speed."""
+    """Returns (whether sums are right, cores at least `devices`, compiles and fallbacks 0, text that has the speed)."""
     cores, count = figures["cores"], len(figures["cores"])
     total, slowest = count * (count + 1) / 2, min(core["TFLOP/s"] for core in cores)
     wrong = [f"core {one['core']} has {one['all-reduce']:g}" for one in cores if one["all-reduce"] != total]
@@ -309,6 +315,7 @@ def _judge_cores(figures: Mapping[str, Any], devices: int, chip: Chip | None) ->
 
 
 def _judge_kernel(figures: Mapping[str, Mapping[str, float]]) -> Verdict:
+    """Returns (whether all differences of `compare_kernel` are at most `KERNEL_TOLERANCE`, a description)."""
     differences = {f"{part}, {case}": value for case, parts in figures.items() for part, value in parts.items()}
     wrong = [f"{name}: {value:.3g}" for name, value in differences.items() if not value <= KERNEL_TOLERANCE]  # NaN too
     if wrong:
@@ -317,6 +324,7 @@ def _judge_kernel(figures: Mapping[str, Mapping[str, float]]) -> Verdict:
 
 
 def _judge_step(figures: Mapping[str, float]) -> Verdict:
+    """Returns (whether loss and gradient norm of `compare_step` are near enough to the host's, a description)."""
     loss = abs(figures["loss"] / figures["host_loss"] - 1)
     norm = abs(figures["grad_norm"] / figures["host_grad_norm"] - 1)
     text = "loss {loss:.4f} (CPU: {host_loss:.4f}), gradient norm {grad_norm:.4f} ({host_grad_norm:.4f})"
@@ -324,11 +332,13 @@ def _judge_step(figures: Mapping[str, float]) -> Verdict:
 
 
 def _judge_tokens(figures: Mapping[str, float]) -> Verdict:
+    """Returns (whether `compare_tokens` has tokens and a gap of at most `GAP_TOLERANCE`, a description)."""
     text = "{equal:.0f} of {tokens:.0f} tokens are the CPU's; {gap:.3f} below its choice at most"
     return figures["tokens"] > 0 and figures["gap"] <= GAP_TOLERANCE, text.format(**figures)
 
 
 def _judge_run(figures: Mapping[str, Any]) -> Verdict:
+    """Returns (whether the loss of `small_run` fell and it resumed from a whole checkpoint, a description)."""
     good = (
         figures["size"] > 0 and figures["resumed"] == CHECKPOINT_STEP and figures["last_loss"] < figures["first_loss"]
     )
@@ -345,6 +355,7 @@ def compare(measured: float, predicted: float) -> dict[str, float]:
 
 
 def _judge_ratios(figures: Mapping[str, Mapping[str, float]], bounds: tuple[float, float], against: str) -> Verdict:
+    """Returns (whether the "ratio" of every `compare` result is within the bounds, a description)."""
     text = "; ".join(f"{name}: {one['ratio']:.2f} of {against}" for name, one in figures.items())
     return all(bounds[0] <= one["ratio"] <= bounds[1] for one in figures.values()), text
 
@@ -353,6 +364,7 @@ def _judge_ratios(figures: Mapping[str, Mapping[str, float]], bounds: tuple[floa
 
 
 def _write_report(path: Path, backend: detection.Backend, measured: Calibration, records: Sequence[Record]) -> None:
+    """Writes the report as JSON to `path`, without secrets and the home folder; raises OSError."""
     names = (*PACKAGES, *TESTED)
     content = {
         "tpu_kit": installed_version("tpu_kit"), "made": measured.made, "python": platform.python_version(),

@@ -196,6 +196,7 @@ def show_settings(plan: Plan) -> None:
 
 
 def _bars(plan: Plan) -> Figure:
+    """Plots the bars of `show_settings`."""
     limit, mark = plan.where.limit, "the pick" if plan.fits else "the nearest"
     fitting = sorted((each for each in plan.settings if each.peak_bytes <= limit), key=lambda each: each.time.seconds)
     over = sorted((each for each in plan.settings if each.peak_bytes > limit), key=lambda each: each.peak_bytes)
