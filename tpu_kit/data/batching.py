@@ -76,17 +76,17 @@ class Documents:
         return np.cumsum(self.lengths) - self.lengths if self.places is None else self.places
 
     def select(self, keep: np.ndarray) -> Documents:
-        """Selects the documents for which the boolean array `keep` is true; keeps the same flat arrays."""
+        """Returns the documents for which the bool array `keep`, (documents,), is true; they share the flat arrays."""
         images = None if self.images is None else self.images.select(keep)
         arrays = self.input_ids, self.loss_mask, self.lengths[keep], self.source_rows[keep]
         pairs = None if self.pairs is None else self.pairs[keep]
         return Documents(*arrays, images, pairs, self.starts[keep])
 
     def runs(self) -> Iterator[tuple[slice, slice]]:
-        """Yields runs of documents, in order, that are contiguous in the flat arrays.
+        """Yields runs of documents, in order, that are contiguous in the flat arrays; at least one document must exist.
 
         Yields:
-            The range of document numbers, and their range in the flat arrays.
+            The slice of document numbers, and their slice of the flat arrays, which has about 65,536 tokens at most.
         """
         starts, ends = self.starts, self.starts + self.lengths
         apart = (starts[1:] != ends[:-1]) | (np.diff(np.cumsum(self.lengths) // _RUN) > 0)
@@ -114,7 +114,8 @@ def best_fill(lengths: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndar
         row_length: tokens per row.
 
     Returns:
-        The document numbers in the order of the rows, and the number of documents per row (both int64).
+        The document numbers in the order of the rows, each document once, and the number of documents per row (both
+        int64).
     """
     by_length = np.argsort(lengths, kind="stable")
     unique, starts = np.unique(lengths[by_length], return_index=True)
@@ -125,9 +126,13 @@ def best_fill(lengths: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndar
 def filled_rows(
     by_size: np.ndarray, starts: np.ndarray, fullest: Callable[[list[int], int], dict[int, int]]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Fills rows with the documents `by_size`, in which sizes begin at `starts`; see `best_fill`.
+    """Assigns documents to rows by a rule for the fullest row; returns the same two arrays as `best_fill`.
 
-    `fullest` returns how many documents of each size fill a row best, given how many are left and the largest size.
+    Args:
+        by_size: document numbers, sorted by size, smallest first.
+        starts: index in `by_size` of the first document of every size.
+        fullest: takes the number of documents left of every size, and the index of the largest size left. Returns the
+            documents of the next row as index of size -> number, with at least one of the largest size.
     """
     taken, left = starts.tolist(), np.diff(np.r_[starts, len(by_size)]).tolist()
     rows: list[np.ndarray] = []
@@ -145,7 +150,10 @@ def filled_rows(
 
 
 def _fullest(sizes: list[int], left: list[int], largest: int, row_length: int) -> dict[int, int]:
-    """Returns how many documents of each size (index in `sizes`) fill a row best, with at least one `largest`."""
+    """Returns the documents that fill a row best: index in `sizes` -> number of documents, at least one of `largest`.
+
+    `sizes` are in tokens, smallest first; `left` counts the documents left of a size; `largest` is an index in both.
+    """
     room = row_length - sizes[largest]
     reachable, stages = 1, []  # bit s is set if some of the documents so far add up to s
     for i in range(largest, -1, -1):
@@ -180,7 +188,7 @@ class Grouping:
     turns: bool
 
     def arranged(self, order: np.ndarray) -> np.ndarray:
-        """Sorts rows by group; rows of the same group keep their order."""
+        """Returns the row numbers `order` by group, or in turns of the groups; rows of a group keep their order."""
         groups = self.of_rows[order]
         by_group = np.argsort(groups, kind="stable")
         if not self.turns:
@@ -191,7 +199,7 @@ class Grouping:
         return order[np.lexsort((groups, turn))]
 
     def fingerprint(self) -> str:
-        """Returns a hash of the groups."""
+        """Returns a hash of the groups and `turns`, as hex digits."""
         return hashlib.blake2b(self.of_rows.tobytes() + bytes([self.turns]), digest_size=16).hexdigest()
 
 
@@ -201,15 +209,15 @@ class PackedDataset:
     Args:
         documents: the content of the rows; none is longer than `length`.
         length: tokens per row.
-        packing: False puts a single document into a row.
+        packing: False puts a single document into a row; unused if `order` is given.
         pad_id: token id of empty slots; no code compares token ids with it.
         order: result of `best_fill`, if the caller has packed the documents; a document may be in several rows.
-        grouping: arranges the rows of an epoch.
-        further: adds tensors, such as `data.images.columns.ImageColumns`; None for text.
+        grouping: arranges the rows of an epoch; only stored here, for `permutation`.
+        further: adds tensors (`ImageColumns` for images, `PairColumns` for pairs) by its method `add`; None for text.
 
     Attributes:
         row_tokens: int64 (rows,), tokens per row without padding.
-        columns: additional tensors in `tensors`: name -> a function of row numbers that returns (rows, N).
+        columns: additional tensors in `tensors`: name -> a function of row numbers that returns (rows, length).
     """
 
     def __init__(
@@ -229,21 +237,26 @@ class PackedDataset:
         return len(self._row_ends)
 
     def documents_of(self, row: int) -> np.ndarray:
-        """Returns the document numbers of a row, in order."""
+        """Returns the document numbers of a packed row, in order."""
         return self._order[self._row_ends[row - 1] if row else 0 : self._row_ends[row]]
 
     def source_rows(self, row: int) -> list[int]:
-        """Returns the data set rows of the documents in a packed row."""
+        """Returns the data set row of every document in a packed row, in order; a number may repeat."""
         return self.documents.source_rows[self.documents_of(row)].tolist()
 
     def document(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Returns the token ids and the loss mask of a document."""
+        """Returns the token ids (int32) and the loss mask (bool) of a document by its number, both (tokens,)."""
         start = self.documents.starts[number]
         part = slice(start, start + self.documents.lengths[number])
         return self.documents.input_ids[part], self.documents.loss_mask[part]
 
     def column(self, values: np.ndarray) -> Callable[[np.ndarray], torch.Tensor]:
-        """Makes an entry of `columns` from a number per token, (tokens,) in the order of `documents`."""
+        """Makes an entry of `columns` from a number per token: (tokens,), of all documents in order, without gaps.
+
+        Returns:
+            A function of row numbers (-1 for an empty row) that returns a CPU tensor (rows, length) of the dtype of
+            `values`, 0 in empty slots.
+        """
         starts = np.cumsum(self.documents.lengths) - self.documents.lengths
 
         def read(rows: np.ndarray) -> torch.Tensor:
@@ -257,14 +270,14 @@ class PackedDataset:
         return read
 
     def fill(self) -> float:
-        """Returns the share of slots that hold tokens, without the emptiest row: the last row is rarely full."""
+        """Returns the share of slots that hold tokens, without the emptiest row if there are several."""
         used = self.row_tokens
         if len(used) > 1:
             used = np.delete(used, used.argmin())
         return float(used.mean() / self.length)
 
     def fingerprint(self) -> str:
-        """Returns a hash of tokens, loss masks and packing."""
+        """Returns a hash (hex digits) of tokens, loss masks, row length, packing and `further`, not of `grouping`."""
         digest = hashlib.blake2b(str(self.length).encode(), digest_size=16)
         tokens = self.documents
         for flat in (tokens.input_ids, tokens.loss_mask):
@@ -286,6 +299,9 @@ class PackedDataset:
             input_ids, labels and position_ids, int64 (rows, length), and segment_ids, int32 for TPU attention kernels:
             1, 2, ... for the documents of a row and 0 in empty slots. Labels are the input ids where tokens carry loss,
             else -100, and are not shifted. Also the tensors of `columns`, by name, and the tensors that `further` adds.
+
+        Raises:
+            BatchError: as `further.add`, for example for damaged pictures.
         """
         shape = (len(rows), self.length)
         ids, labels = np.full(shape, self.pad_id, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
@@ -311,7 +327,8 @@ def permutation(
 ) -> np.ndarray:
     """Returns the order of rows in an epoch, or in a shard of a stream's epoch: (rows,) int64, read-only.
 
-    Sorts raw output of a bit generator, which is the same in all versions of NumPy, unlike `Generator.permutation`.
+    `rows` is their number; without `shuffle` they keep their order; then `grouping` arranges them. Sorts raw output of
+    a bit generator, which is the same in all versions of NumPy, unlike `Generator.permutation`.
     """
     order = np.arange(rows)
     if shuffle:
@@ -327,10 +344,10 @@ def permutation(
 def eval_batches(
     dataset: PackedDataset, shards: Sequence[int], data_size: int, batch_size: int, chosen: np.ndarray | None = None
 ) -> Iterator[dict[str, torch.Tensor]]:
-    """Yields batches with this process's part of all rows, or of the rows in `chosen`, once per evaluation.
+    """Yields this process's part of all rows, or of the row numbers in `chosen`, in order, as batches of `tensors`.
 
-    The rows are divided over `data_size` shards; a batch has `batch_size` rows for each shard in `shards`. Empty rows
-    fill the last batches, so that all shards have equally many.
+    The rows are divided over `data_size` shards; a batch has `batch_size` rows for each shard number in `shards`, which
+    are the shards of this process. Empty rows fill the last batch, so that all shards have equally many batches.
     """
     chosen = np.arange(len(dataset)) if chosen is None else chosen
     count = -(-len(chosen) // (batch_size * data_size))
@@ -341,9 +358,10 @@ def eval_batches(
 
 
 def prefetch(items: Iterator[T], depth: int = 2) -> Iterator[T]:
-    """Yields the items of an iterator; a thread computes up to `depth` items ahead.
+    """Yields the items of an iterator; a thread computes up to `depth` items ahead, from the first request on.
 
-    An exception of `items` is raised in place of the item. The thread ends when the generator is closed.
+    An exception of `items` is raised in place of the item, and ends the generator. The thread ends with the generator,
+    after the item that it computes.
     """
     end: Any = object()
     executor = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
@@ -365,10 +383,10 @@ class Update:
 
     Attributes:
         step: number of the step, from 1.
-        epoch: complete passes over the data before it.
+        epoch: complete passes over the data before it, from 0.
         first_row: index of its first row in the order of that epoch.
         passes: forward and backward passes per replica.
-        rows: number of rows of all replicas and passes.
+        rows: number of packed rows of all replicas and passes.
     """
 
     step: int
@@ -386,10 +404,11 @@ def updates(dataset_rows: float, plan: BatchPlan, optim: OptimConfig) -> Iterato
     Args:
         dataset_rows: number of packed rows; infinity for a stream.
         plan: rows, replicas and passes of the first update.
-        optim: `max_steps` or `epochs` ends the run; `batch_growth_*` multiplies the passes.
+        optim: `max_steps` ends the run, or if null `epochs`: an update is left out if more than half of it lies behind
+            the end, but a run has at least one update. `batch_growth_*` multiplies the passes.
 
     Raises:
-        ValueError: there are fewer rows than an update takes.
+        ValueError: on iteration, at an update that takes more rows than there are.
     """
     step, epoch, first_row = 1, 0, 0
     while optim.max_steps is None or step <= optim.max_steps:
@@ -409,7 +428,7 @@ def updates(dataset_rows: float, plan: BatchPlan, optim: OptimConfig) -> Iterato
 
 
 def too_few_rows(dataset_rows: int, plan: BatchPlan) -> str:
-    """Returns the error text for packed rows that do not fill an update."""
+    """Returns the error text for `dataset_rows` packed rows that do not fill an update of `plan`, with advice."""
     rows, replicas, passes = plan.batch_size, plan.num_replicas, plan.gradient_accumulation
     fixes = [f"launch.num_replicas={dataset_rows}"] if dataset_rows < replicas else []
     if fewer := dataset_rows // (replicas * passes):
@@ -424,18 +443,27 @@ def too_few_rows(dataset_rows: int, plan: BatchPlan) -> str:
 
 
 def rows_of(update: Update, dataset_rows: int, data: DataConfig, grouping: Grouping | None = None) -> np.ndarray:
-    """Returns the packed rows of an update over all replicas and passes: (rows,) int64."""
+    """Returns the numbers of the packed rows of an update over all replicas and passes: (update.rows,) int64.
+
+    `dataset_rows` is the number of all packed rows; `data` has the seed and whether they are shuffled.
+    """
     order = permutation(dataset_rows, data.seed, update.epoch, data.shuffle, grouping)
     return order[update.first_row : update.first_row + update.rows]
 
 
 def shard_rows(rows: np.ndarray, update: Update, plan: BatchPlan, shards: Sequence[int]) -> np.ndarray:
-    """Returns the rows of an update that belong to `shards`: (passes, rows of a batch) int64."""
+    """Returns the part of `rows` (`rows_of`) for some shards: (passes, len(shards) * plan.batch_size) int64.
+
+    `shards` are numbers of replicas, or on a mesh of shards of the batch, below `plan.num_replicas`.
+    """
     return rows.reshape(update.passes, plan.num_replicas, plan.batch_size)[:, shards].reshape(update.passes, -1)
 
 
 def _passes(step: int, plan: BatchPlan, optim: OptimConfig) -> int:
-    """Returns the passes of a step, which grow every `batch_growth_steps` up to `batch_growth_max` rows."""
+    """Returns the passes of a step (from 1): every `batch_growth_steps` steps they grow by a factor, rounded down.
+
+    `batch_growth_max` limits the rows of an update over all replicas; never fewer passes than in the plan.
+    """
     passes = plan.gradient_accumulation
     if optim.batch_growth_steps is None:
         return passes
@@ -453,13 +481,14 @@ def _passes(step: int, plan: BatchPlan, optim: OptimConfig) -> int:
 def learning_rate(step: int, total_steps: int, optim: OptimConfig, growth: float = 1.0) -> float:
     """Returns the learning rate of a step.
 
-    Warm-up is linear from 0. The decay is linear or a half cosine, as in transformers' schedulers of these names.
+    Warm-up is linear from 0, the rate of step 1, over `warmup_steps` or else `warmup_ratio` of all steps. The decay to
+    `min_learning_rate_ratio` of the peak is linear or a half cosine, as in transformers, or there is none ("constant").
 
     Args:
         step: number of the step, from 1.
         total_steps: steps of the whole run.
         optim: the schedule.
-        growth: ratio of the batch size to the first batch size.
+        growth: ratio of the batch size to the first batch size; `batch_growth_lr` says how it scales the rate.
     """
     warmup = optim.warmup_steps or math.ceil(optim.warmup_ratio * total_steps)
     done = step - 1

@@ -38,24 +38,28 @@ UNKNOWN = (
 
 
 class Questions(NamedTuple):
-    """The questions of a run.
+    """The questions of a run, as hashes.
 
     Attributes:
-        trained: int64, prompts of all replies that the run trains on.
-        held_out: int64, questions of its evaluation rows.
+        trained: int64, prompts of all replies that the run and its starting adapter were trained on; sorted, distinct.
+        held_out: int64, questions of its evaluation rows; sorted, distinct.
     """
 
     trained: np.ndarray
     held_out: np.ndarray
 
     def write(self, folder: Path) -> None:
-        """Writes the questions to the run's folder."""
+        """Writes the questions to the file `QUESTIONS` of a run's local folder; replaces it atomically."""
         with atomic.replacing(folder / QUESTIONS) as part, part.open("wb") as file:
             np.savez(file, **self._asdict(), version=QUESTIONS_VERSION)
 
     @classmethod
     def read(cls, run: Path | str) -> Questions | None:
-        """Reads the questions of a run's folder or URL; None without the file. Raises ValueError if it is damaged."""
+        """Reads the questions of a run's folder or URL; None without the file.
+
+        Raises:
+            ValueError: the file is damaged or from another version of the kit, or the object store cannot be read.
+        """
         with at_hand(run, QUESTIONS) as folder:
             path = folder / QUESTIONS
             if not path.is_file():
@@ -75,7 +79,10 @@ class Questions(NamedTuple):
 
 
 def held_out_rows(config: DataConfig, questions: int) -> int:
-    """Returns the number of held-out questions: `data.eval_rows`, or a tenth of all questions, from 1 to 64."""
+    """Returns the number of questions to hold out of `questions`: `data.eval_rows`, or if null a tenth, from 1 to 64.
+
+    An `eval_rows` below 1 is a share of the questions, rounded up.
+    """
     if config.eval_rows is None:
         return min(MOST_HELD_OUT, max(1, questions // 10))
     # A share is rounded up, as `datasets.Dataset.train_test_split` does.
@@ -83,23 +90,26 @@ def held_out_rows(config: DataConfig, questions: int) -> int:
 
 
 def drawn(rows: np.ndarray, seed: int) -> np.ndarray:
-    """Shuffles rows, so that the first of them are a random sample even if the source is sorted."""
+    """Returns a shuffled copy of row numbers, so that the first are a random sample even if the source is sorted."""
     return np.random.default_rng(seed).permutation(rows)
 
 
 def choose_questions(
     questions: np.ndarray, earlier: np.ndarray, config: DataConfig, trained: np.ndarray = NONE
 ) -> np.ndarray:
-    """Chooses the questions to hold out: fewer than configured if the model was trained on some of them before.
+    """Chooses the questions to hold out: fewer than configured if too few are left that were not trained before.
 
     Args:
-        questions: questions of the rows.
+        questions: questions of the rows, as hashes, which may repeat; their number sets a null or fractional eval_rows.
         earlier: prompts of earlier replies in chats. They are not chosen, because training on the chat trains on them.
         config: the data section.
         trained: prompts that the run's starting adapter was trained on. They are not chosen.
 
+    Returns:
+        int64, distinct questions; empty if eval_rows is 0.
+
     Raises:
-        ValueError: no question is left to train on.
+        ValueError: eval_rows leaves no question to train on.
     """
     unique = np.setdiff1d(questions, earlier)
     count = held_out_rows(config, len(unique))

@@ -44,11 +44,11 @@ class Mix(NamedTuple):
     starts: np.ndarray
 
     def of(self, rows: Any) -> np.ndarray:
-        """Returns the sources of rows, as indices in `names`."""
+        """Returns the source of a row number, or of every number in an array, as an index in `names`."""
         return np.searchsorted(self.starts, rows, side="right") - 1
 
     def place(self, row: int) -> str:
-        """Describes a row by its source and its number there, from 0."""
+        """Describes a row by its number in its source, from 0, as in "12 of gsm8k"."""
         source = int(self.of(row))
         return f"{row - self.starts[source]} of {self.names[source]}"
 
@@ -67,7 +67,10 @@ class Mixed(Tokenized):
 
     @classmethod
     def of(cls, parts: Sequence[Tokenized], names: tuple[str, ...]) -> Mixed:
-        """Joins sources. The encoder is taken from the first source whose turns the chat template renders, if any."""
+        """Joins sources named `names`.
+
+        `rows` and `encoder` are taken from the first source whose turns the chat template renders, or else the first.
+        """
         starts = np.cumsum([0, *(len(part.rows) for part in parts)])[:-1]
         firsts = np.cumsum([0, *(len(part.documents) for part in parts)])[:-1]
         names_of_arrays = ("full_lengths", "whole_lengths", "questions", "users", "special", "earlier", "reasoning")
@@ -85,15 +88,15 @@ class Mixed(Tokenized):
 
     @property
     def rows_read(self) -> int:
-        """See `Tokenized.rows_read`."""
+        """Number of rows of all sources."""
         return sum(part.rows_read for part in self.parts)
 
     def place(self, row: int) -> str:
-        """See `Tokenized.place`."""
+        """Describes a row by its number in its source, for an error text."""
         return f"row {self.mix.place(row)}"
 
     def raw_rows(self, numbers: np.ndarray) -> RawRows:
-        """See `Tokenized.raw_rows`."""
+        """Returns rows by their numbers in the mix, in the given order, as `Tokenized.raw_rows`."""
         sources, made = self.mix.of(numbers), dict[int, Any]()
         for source, (part, start) in enumerate(zip(self.parts, self.mix.starts, strict=True)):
             places = np.flatnonzero(sources == source)
@@ -103,11 +106,12 @@ class Mixed(Tokenized):
         return RawRows(*map(list, zip(*(made[place] for place in range(len(numbers))), strict=True)))
 
     def sources(self) -> Iterator[tuple[Tokenized, int]]:
-        """See `Tokenized.sources`."""
+        """Yields the sources, without their documents, with the numbers of their first rows in the mix."""
         return zip(self.parts, self.mix.starts.tolist(), strict=True)
 
 
 def _joined(documents: Sequence[Documents], starts: np.ndarray) -> Documents:
+    """Concatenates the documents of sources; `starts` is added to their row numbers."""
     ids, masks = (Joined(getattr(one, name) for one in documents) for name in ("input_ids", "loss_mask"))
     firsts = np.cumsum([0, *(len(one.input_ids) for one in documents)])[:-1]
     lengths = np.concatenate([one.lengths for one in documents])
@@ -126,17 +130,18 @@ def tokenize_sources(
     like: Sequence[Layout | None] | None = None,
     processor: Any = None,
 ) -> Tokenized:
-    """Tokenises the source of a data section, or each source of a mix by itself.
+    """Tokenises the source of a data section, or every source of a mix by itself; returns `Mixed` for a mix.
 
     Args:
         data: the section.
-        tokenizer: the tokenizer.
-        split: split of all sources, overriding theirs.
+        tokenizer: the tokenizer; its chat template may change, as in `opened_source`.
+        split: split of all sources for evaluation, overriding theirs. It keeps only the first of sources with the
+            same rows; without a split they are an error.
         like: layouts of the training rows, by source.
         processor: as in `opened_source`.
 
     Raises:
-        ValueError: with the problems of all sources.
+        ValueError: as `opened_source` and `tokenized`; with the problems of all sources.
     """
     parts, problems = list[tuple[str, Opened]](), list[str]()
     names = data.source_names or (str(data.source),)
@@ -162,6 +167,7 @@ def tokenize_sources(
 
 
 def _named(name: str, error: ValueError, data: DataConfig) -> str:
+    """Returns the text of an error, in a mix after the name of its source."""
     return f"{name}: {error}" if data.mix else str(error)
 
 
@@ -192,7 +198,11 @@ class Epoch(NamedTuple):
     of_stage: int = 1
 
     def packed(self, fill: Callable[[np.ndarray], Packed]) -> tuple[Packed, Grouping | None]:
-        """Packs the documents by group; `fill` packs some documents and returns their indices in its argument."""
+        """Packs the documents by group; `fill` packs some documents and returns their indices in its argument.
+
+        Returns:
+            The packing, with numbers of `documents`, and the order of the packed rows; None shuffles all together.
+        """
         if self.groups is None:
             order, counts = fill(self.documents)
             return (self.documents[order], counts), None
@@ -208,7 +218,7 @@ class Epoch(NamedTuple):
 
 
 def apart(tokens: Tokenized, used: np.ndarray) -> Epoch:
-    """Makes an epoch with every used document once; packs a mix by source."""
+    """Makes an epoch with every document of the mask `used` once; a packed row of a mix has a single source."""
     documents = np.flatnonzero(used)
     if not isinstance(tokens, Mixed):
         return Epoch(documents)
@@ -224,7 +234,8 @@ def epoch_of(tokens: Tokenized, used: np.ndarray, data: DataConfig) -> Epoch:
         data: the data section.
 
     Raises:
-        ValueError: weights leave no row, shares cannot be met, or a curriculum's column is missing; has all problems.
+        ValueError: a source has no used row, weights or shares leave it none, or a curriculum's column is missing or
+            holds a value that is not a number; has the problems of all sources.
     """
     documents = np.flatnonzero(used)
     if isinstance(tokens, Mixed):
@@ -247,7 +258,10 @@ def epoch_of(tokens: Tokenized, used: np.ndarray, data: DataConfig) -> Epoch:
 
 
 def _chosen(tokens: Mixed, documents: np.ndarray, data: DataConfig) -> list[np.ndarray]:
-    """Returns the document numbers of an epoch by source, repeated by weights and shares."""
+    """Returns the document numbers of an epoch by source, from `documents`, repeated by weights and shares.
+
+    Raises ValueError, with all problems, if a source has no document or gets none.
+    """
     rows, lengths = tokens.documents.source_rows, tokens.documents.lengths
     sources = tokens.mix.of(rows[documents])
     of_source = [documents[sources == source] for source in range(len(data.mix))]
@@ -292,7 +306,7 @@ def _chosen(tokens: Mixed, documents: np.ndarray, data: DataConfig) -> list[np.n
 
 
 def _copies(documents: np.ndarray, rows: np.ndarray, whole: int, more: int, seed: int) -> np.ndarray:
-    """Repeats all documents `whole` times, and the documents of `more` random rows once more."""
+    """Repeats `documents` `whole` times, and the documents of `more` random rows once more; `rows` are by document."""
     again = documents[np.isin(rows[documents], _drawn(rows[documents], seed)[:more])]
     return np.concatenate([np.tile(documents, whole), again])
 
@@ -304,13 +318,16 @@ def _drawn(rows: np.ndarray, seed: int) -> np.ndarray:
 
 
 def _tokens_of(order: np.ndarray, rows: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """Returns the number of tokens in all documents of a row, for the rows in `order`."""
+    """Returns the tokens of every row in `order`, int64, given the row and the length of every document."""
     different, places = np.unique(rows, return_inverse=True)
     return np.bincount(places, weights=lengths).astype(np.int64)[np.searchsorted(different, order)]
 
 
 def _column(tokens: Tokenized, name: str, rows: np.ndarray) -> np.ndarray:
-    """Reads a column of numbers for `rows`; raises ValueError with all sources that lack the column or a number."""
+    """Returns the numbers in a column, float64, for every entry of `rows` (row numbers, over all sources of a mix).
+
+    Raises ValueError with all sources that lack the column or a number in it.
+    """
     different, places = np.unique(rows, return_inverse=True)
     values, problems = list[float](), list[str]()
     for part, start in tokens.sources():
@@ -331,7 +348,10 @@ def _column(tokens: Tokenized, name: str, rows: np.ndarray) -> np.ndarray:
 
 
 def _stages(values: np.ndarray, lengths: np.ndarray, tokens: int) -> np.ndarray:
-    """Divides sorted values into stages of at least `tokens` tokens; equal values are in the same stage."""
+    """Returns the stage, from 0, of sorted values with `lengths` tokens; equal values are in the same stage.
+
+    A stage has at least `tokens` tokens, except for the last stage.
+    """
     begins, before = np.zeros(len(values), dtype=np.int64), np.cumsum(lengths) - lengths
     first = 0
     for start in (np.flatnonzero(np.diff(values)) + 1).tolist():
@@ -341,7 +361,10 @@ def _stages(values: np.ndarray, lengths: np.ndarray, tokens: int) -> np.ndarray:
 
 
 def rows_of_epoch(tokens: Tokenized, chosen: np.ndarray, epoch: Epoch) -> np.ndarray:
-    """Returns the rows that a run samples from: the rows of the chosen documents, repeated as in the epoch of a mix."""
+    """Returns the sorted numbers of the rows that a run samples from.
+
+    Without a mix they are the distinct rows of the mask `chosen`; in a mix a row occurs as often as in `epoch`.
+    """
     rows = tokens.documents.source_rows
     if not isinstance(tokens, Mixed):
         return np.unique(rows[chosen])
@@ -356,7 +379,7 @@ def mix_of(tokens: Tokenized) -> Mix | None:
 
 
 def fill_of(lengths: np.ndarray, data: DataConfig) -> Callable[[np.ndarray], Packed]:
-    """Makes the argument `fill` of `Epoch.packed` for documents of these lengths."""
+    """Makes the argument `fill` of `Epoch.packed`; `lengths` has the tokens of every document, by its number."""
 
     def fill(documents: np.ndarray) -> Packed:
         every = np.arange(len(documents))
@@ -406,7 +429,10 @@ class SourceCounts(NamedTuple):
 
 
 def count_sources(tokens: Tokenized, used: np.ndarray, documents: np.ndarray) -> tuple[SourceCounts, ...]:
-    """Counts the documents of an epoch by source; empty without a mix."""
+    """Counts an epoch by source; empty without a mix.
+
+    `used` masks the documents that may be trained; `documents` has the document numbers of the epoch, with repeats.
+    """
     if not isinstance(tokens, Mixed):
         return ()
     rows, lengths, loss = tokens.documents.source_rows, tokens.documents.lengths, tokens.documents.loss_tokens
@@ -422,7 +448,7 @@ def count_sources(tokens: Tokenized, used: np.ndarray, documents: np.ndarray) ->
 
 
 def sources_table(sources: Sequence[SourceCounts]) -> list[str]:
-    """Returns the report's lines about the sources of a mix."""
+    """Returns the report's lines about the sources of a mix, with a warning above a repetition of `MOST_TIMES`."""
     tokens, loss = (sum(counts) for counts in zip(*((one.tokens, one.loss_tokens) for one in sources), strict=True))
     rows: list[dict[str, object]] = [
         {

@@ -27,13 +27,13 @@ if TYPE_CHECKING:
 
 
 class PairTokens(NamedTuple):
-    """Numbers of tokens in a pair of tokenised texts, which are a prompt with a reply.
+    """Numbers of tokens in a pair of tokenised texts, which are a prompt with a reply. A labelled row has one text.
 
     Attributes:
         prompt: tokens at the start that are equal in both and carry no loss.
         chosen: tokens of the prompt with the chosen reply.
         same: tokens at the start that are equal in both.
-        moved: 1 if `prompt` ends before the loss of either text begins, else 0.
+        moved: 1 if `prompt` ends before the loss of one of the texts begins, else 0.
         label: 1 if the chosen reply is good, as in all pairs; 0 for a bad reply of a labelled row.
     """
 
@@ -75,7 +75,7 @@ class PairLayout(NamedTuple):
 
     @classmethod
     def of(cls, config: TrainConfig) -> PairLayout | None:
-        """Returns the layout of a run; None for a run without pairs."""
+        """Returns the layout of a run; None for a run without pairs. Reads the model's configuration."""
         if not config.on_pairs:
             return None
         from tpu_kit.model.shape_cache import read_shape
@@ -111,7 +111,7 @@ class PairCounts(NamedTuple):
     good: int | None = None
 
     def lines(self) -> list[str]:
-        """Returns the lines of the report."""
+        """Returns the report's lines about pairs, or about labelled replies if `good` is not None."""
         reasons = {
             "have the same reply twice": self.equal, "have the same reply twice after truncation": self.cut_equal,
             "have a prompt that fills data.max_length": self.no_room,
@@ -134,7 +134,7 @@ class PairCounts(NamedTuple):
 def columns_of_pair(
     chosen: Conversation, documents: Sequence[Document], example: Example, encoder: Encoder
 ) -> dict[str, Any]:
-    """Returns the columns of a tokenised pair; `as_units` truncates its replies.
+    """Returns the columns of a tokenised pair: both texts, the chosen first; `as_units` truncates the replies.
 
     Args:
         chosen: the conversation with the chosen reply; its `rejected` has the other reply.
@@ -143,7 +143,8 @@ def columns_of_pair(
         encoder: encoder of the rows.
 
     Raises:
-        RowError: a reply has several turns that the chat template renders as separate documents.
+        RowError: a reply has several turns that the chat template renders as separate documents, or the rejected
+            conversation cannot be encoded.
     """
     assert chosen.rejected is not None
     others = encoder.documents(chosen.rejected)
@@ -166,7 +167,7 @@ def columns_of_pair(
 
 
 def columns_of_label(talk: Conversation, document: Document, example: Example, encoder: Encoder) -> dict[str, Any]:
-    """Returns the columns of a tokenised reply with a label; `as_units` truncates it."""
+    """Returns the columns of a tokenised prompt with a labelled reply; `as_units` adds another reply and truncates."""
     ids, mask = example
     tokens = PairTokens(mask.index(True), len(ids), 0, 0, int(bool(talk.label)))
     return {"input_ids": ids, "loss_mask": mask, "full_length": len(ids), "whole_length": len(ids), "pair": tokens,
@@ -176,8 +177,8 @@ def columns_of_label(talk: Conversation, document: Document, example: Example, e
 def _with_partners(tokens: Tokenized) -> Tokenized:
     """Pairs every labelled reply with the reply of another row as the rejected reply to the same prompt.
 
-    KTO estimates its divergence on such mismatched pairs, without a gradient. The other row depends only on the seed; a
-    training row may get the reply of a held-out row.
+    KTO estimates its divergence on such mismatched pairs, without a gradient. The other row depends on the seed and the
+    number of rows; a training row may get the reply of a held-out row.
 
     Raises:
         ValueError: there is only one row.
@@ -217,10 +218,13 @@ def _flat(documents: Documents) -> tuple[np.ndarray, np.ndarray]:
 def as_units(tokens: Tokenized, shares: bool) -> tuple[Tokenized, PairCounts]:
     """Makes units of at most `data.max_length` tokens from tokenised pairs; leaves out pairs with nothing to learn.
 
-    Truncates the end of the longer reply first, and never the prompt.
+    Truncates the end of the longer reply first, and never the prompt. With `shares`, the prompt is in a unit once.
+
+    Returns:
+        The usable pairs, whose `documents.pairs` has the fields of `Unit`, and counts of all pairs.
 
     Raises:
-        ValueError: no pair is left.
+        ValueError: no pair is left, or there is a single labelled row.
     """
     labelled = tokens.encoder.layout.format == "unpaired"
     tokens = _with_partners(tokens) if labelled else tokens
@@ -272,7 +276,10 @@ def as_units(tokens: Tokenized, shares: bool) -> tuple[Tokenized, PairCounts]:
 
 
 def as_chosen(tokens: Tokenized) -> Tokenized:
-    """Makes documents of at most `data.max_length` tokens from the chosen (or good labelled) replies."""
+    """Makes documents of at most `data.max_length` tokens, without pairs, from the chosen (or good labelled) replies.
+
+    Adds a note to the layout, for the report.
+    """
     documents, encoder = tokens.documents, tokens.encoder
     assert documents.pairs is not None
     whole = documents.pairs[:, PairTokens._fields.index("chosen")].astype(np.int64)
@@ -289,7 +296,10 @@ def as_chosen(tokens: Tokenized) -> Tokenized:
 
 
 def with_pairs(tokens: Tokenized, layout: PairLayout | None) -> tuple[Tokenized, PairCounts | None]:
-    """Makes units for a run on pairs (`as_units`), or else documents of the chosen replies (`as_chosen`)."""
+    """Returns units and their counts for a run on pairs (`as_units`), whose `layout` is not None.
+
+    For other runs, returns documents of the chosen replies (`as_chosen`; unchanged if the rows are no pairs) and None.
+    """
     if layout is not None:
         return as_units(tokens, layout.shares)
     return (tokens if tokens.documents.pairs is None else as_chosen(tokens)), None
@@ -308,16 +318,18 @@ def with_reply(dataset: PackedDataset, number: int) -> tuple[np.ndarray, np.ndar
 class PairColumns:
     """Adds the tensors of pairs to batches of packed rows; a picklable `PackedDataset.further`.
 
-    Replaces position_ids, segment_ids and labels; adds prefix_ids if the replies share prompts. Adds, all (B, S):
+    Replaces position_ids and segment_ids, and adds labels of the prompt if it is learned. Adds, all (B, S):
+
+        prefix_ids: int32, n in the shared prompt of pair n, -n in its replies, 0 in empty slots; only with `shares`.
 
         pairs: int32, number of the token's pair in its row, from 1; 0 in empty slots.
         sign: fp32, at positions that predict tokens with loss: 1 in the chosen and -1 in the rejected reply, times
             `ld_alpha` beyond the shorter reply's length; 0 elsewhere.
         reference: fp32, the reference's log-probability of a reply, at the first such position; 0 elsewhere.
-        desirable: fp32, weight of a reply, negative for a bad reply; only with `label_weights`.
+        desirable: fp32, weight of the unit's own reply, negative for a bad reply; only with `label_weights`.
         kl: fp32, estimated divergence of all compared replies; only with `label_weights`.
-        token_share: fp32, pairs / tokens at positions whose negative log-likelihood counts for sft and orpo; 0
-            elsewhere.
+        token_share: fp32, `scale` at positions whose negative log-likelihood counts for sft and orpo (they predict the
+            chosen reply, with orpo its prompt too); 0 elsewhere.
 
     Args:
         dataset: dataset of units.
@@ -325,9 +337,9 @@ class PairColumns:
 
     Attributes:
         units: int32 (documents, 3), the fields of `Unit`.
-        kl: value of the tensor kl.
+        kl: value of the tensor kl; the trainer sets it.
         reference: fp32 (documents, 2), log-probabilities of the chosen and the rejected reply; NaN until known.
-        scale: factor of token_share, which makes it pairs / tokens of the rows that are summed.
+        scale: value of token_share; 1, or the `share` of the rows that are summed if a caller sets it.
     """
 
     def __init__(self, dataset: PackedDataset, layout: PairLayout) -> None:
@@ -339,16 +351,16 @@ class PairColumns:
         self._counted = self.units[:, 1] - 1 if layout.learns_prompt else np.array(learned)
 
     def share(self, dataset: PackedDataset, rows: np.ndarray) -> float:
-        """Returns pairs / tokens over some rows, counting tokens with a token_share."""
+        """Returns pairs / tokens over some packed rows, counting tokens with a token_share."""
         numbers = np.concatenate([dataset.documents_of(row) for row in rows.tolist()])
         return len(numbers) / float(self._counted[numbers].sum())
 
     def fingerprint(self) -> bytes:
-        """Returns a hash of the units and their layout."""
+        """Returns bytes that identify the units and their layout."""
         return self.units.tobytes() + repr(self.layout).encode()
 
     def add(self, dataset: PackedDataset, rows: np.ndarray, tensors: dict[str, torch.Tensor]) -> None:
-        """Replaces and adds the tensors of some rows; see `PackedDataset.tensors`."""
+        """Replaces and adds tensors, in place, in the result of `dataset.tensors` for row numbers (-1 is empty)."""
         shape = tensors["input_ids"].shape
         kinds = {"pairs": torch.int32, "sign": torch.float32, "reference": torch.float32, "token_share": torch.float32}
         kinds |= {"prefix_ids": torch.int32} if self.layout.shares else {}
@@ -369,7 +381,10 @@ class PairColumns:
     def _fill(
         self, here: dict[str, np.ndarray], number: int, pair: int, segment: int, ids: np.ndarray, mask: np.ndarray
     ) -> int:
-        """Writes a unit; returns the number of its last segment."""
+        """Writes unit `number`, pair `pair` of its row, into `here`, the parts of all tensors that it covers.
+
+        `segment` is the last segment number before it; returns the last number in it. `ids` and `mask` are its tokens.
+        """
         unit = Unit(*self.units[number].tolist())
         first, second = unit.prefix, unit.prefix + unit.chosen
         here["pairs"][:] = pair

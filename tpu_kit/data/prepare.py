@@ -54,8 +54,8 @@ class Tasks:
 
     Attributes:
         rows: the rows with their prompts.
-        numbers: row numbers in the source.
-        too_long: number of rows that were left out because their prompts are too long.
+        numbers: row numbers in the source, or over all sources of a mix; in a mix, a row may repeat.
+        too_long: number of rows that were left out because their prompts are too long or empty.
     """
 
     rows: RawRows
@@ -71,17 +71,17 @@ class Prepared:
         train: packed training rows.
         eval: packed held-out rows; None without evaluation.
         eval_rows: the held-out rows of `eval` as read, in the order of `drawn`, with the texts of `schemas.problem`,
-            or else an "answer" (`schemas.final_answer`).
-        eval_prompts: texts that the model continues, per held-out row (empty for plain text).
+            or else an "answer" (`schemas.final_answer`); empty for a stream, as are the other fields per held-out row.
+        eval_prompts: texts that the model continues, per held-out row (empty for rows of only a text).
         eval_prompt_ids: token ids of these texts.
         report: report about the training rows.
         eval_report: report about the held-out rows.
         encoder: encodes other rows of the same kind; None for random tokens.
-        questions: questions of the training rows and of the held-out rows; None for random tokens.
-        fingerprint: hash of all tokens, loss masks, packing and order.
+        questions: questions of the training rows and of the held-out rows; None for random tokens and streams.
+        fingerprint: hash of the training rows: tokens, loss masks, packing, seed and order.
         tasks: training rows to answer in reinforcement learning; None otherwise.
         eval_asked: prompts as messages or text, per held-out row.
-        new_tokens: result of `new_tokens.new_tokens`; empty without adapters.
+        new_tokens: result of `new_tokens.new_tokens`, which `recipes.run_data` adds; empty without adapters.
         learned_tokens: the new tokens whose embeddings the run trains.
         mix: sources of the training rows; None without a mix.
         eval_mix: sources of the held-out rows; None without a mix.
@@ -110,7 +110,7 @@ class Prepared:
 
     @property
     def images_per_row(self) -> int | None:
-        """Number of images or tiles that fit into a packed row; None for text."""
+        """Number of images or tiles that fit into a packed training row; None for text."""
         return self.train.further.room if self.train.documents.images is not None else None
 
     def __str__(self) -> str:
@@ -132,6 +132,7 @@ class Prepared:
         return "\n".join(lines)
 
     def _new_tokens_text(self) -> str:
+        """Describes `new_tokens` for the report: a warning about tokens that the run does not train, if any."""
         left = [token for token in self.new_tokens if token not in self.learned_tokens]
         shown = left or self.new_tokens
         names, count = ", ".join(shown[:5]), len(shown)
@@ -148,15 +149,15 @@ class Prepared:
         return str(row) if self.mix is None else self.mix.place(row)
 
     def columns(self, wanted: Collection[str]) -> dict[str, Callable[[np.ndarray], torch.Tensor]]:
-        """Returns the entries of `PackedDataset.columns` in `wanted` that a mix adds to the training rows."""
+        """Returns the entry "sources" of `PackedDataset.columns` (`source_column`) if wanted, in a mix; else {}."""
         return {"sources": source_column(self.train, self.mix)} if self.mix and "sources" in wanted else {}
 
     def eval_source(self, row: int) -> str:
-        """Returns the source of a held-out row in a mix; empty without a mix."""
+        """Returns the name of the source of `eval_rows[row]` in a mix; empty without a mix."""
         return "" if self.eval_mix is None else self.eval_mix.names[int(self.eval_mix.of(self.eval_numbers[row]))]
 
     def eval_parts(self) -> dict[str, np.ndarray]:
-        """Returns the packed held-out rows by source of a mix; without a mix, all rows under the name ""."""
+        """Returns the row numbers of `eval` by source of a mix that has any; without a mix, all under the name ""."""
         assert self.eval is not None
         rows = np.arange(len(self.eval))
         if self.eval_mix is None:
@@ -166,7 +167,7 @@ class Prepared:
         return {name: rows[sources == i] for i, name in enumerate(self.eval_mix.names) if (sources == i).any()}
 
     def example(self, number: int = 0) -> Example:
-        """Returns a training document for `decoded_example`; for a pair, the prompt with the chosen reply."""
+        """Returns training document `number` for `decoded_example`; for a pair, the prompt with the chosen reply."""
         ids, mask = with_reply(self.train, number)
         return Example(ids.tolist(), mask.tolist())
 
@@ -176,7 +177,7 @@ class Prepared:
         return with_reply(self.eval, number)
 
     def pictures(self, number: int = 0) -> list[Any]:
-        """Returns the PIL images of a training document; empty for text."""
+        """Returns the PIL images of training document `number`; empty for text. Raises RowError for a damaged image."""
         documents = self.train.documents
         if documents.images is None:
             return []
@@ -187,7 +188,7 @@ class Prepared:
 
 
 def units_of(config: TrainConfig) -> dict[str, Any]:
-    """Returns the options of `prepare` that select the run's training units: rows, prompts to sample from, or pairs."""
+    """Returns the options `max_prompt` and `pairs` of `prepare` for a run; both are None if it trains on plain rows."""
     most = config.rl.longest_prompt(config.data.max_length) if config.on_policy else None
     return {"max_prompt": most, "pairs": PairLayout.of(config)}
 
@@ -211,14 +212,15 @@ def prepare(
             `chat_template.DEFAULT_TEMPLATE` if the rows are chats.
         vocab_size: rows of the model's embedding, for the synthetic source.
         run: questions of a finished run that is evaluated: its held-out questions are held out too, and rows with a
-            question that it was trained on are left out and counted.
+            question that it was trained on are left out of the evaluation and counted.
         learned: int64, prompts that the run's starting adapter was trained on: never held out, and counted as trained.
-        max_prompt: for reinforcement learning, largest prompt in tokens; fills `Prepared.tasks`.
+        max_prompt: for reinforcement learning, largest prompt in tokens; fills `Prepared.tasks`. None for other runs.
         model: the model section, if its `images` allows rows with images; None for text.
         pairs: layout of units for pairs of replies; None for rows with a single reply.
 
     Raises:
-        ValueError: rows, columns, files or settings are wrong; the text names them.
+        ValueError: rows, columns, files or settings are wrong, or no row is left to train or to evaluate; the text
+            names them.
     """
     if config.source == SYNTHETIC:
         return _synthetic(config, vocab_size)
@@ -280,13 +282,14 @@ def prepare(
 
 
 def _held_out_of(data: Tokenized, picked: int, config: DataConfig) -> str:
-    """Describes the number of questions that the held-out questions were chosen from."""
+    """Describes the questions that `picked` were chosen from, as in ", a tenth of the 500 different questions"."""
     different = len(np.setdiff1d(data.questions, data.earlier))
     tenth = "a tenth of " if config.eval_rows is None and picked == different // 10 else ""
     return f", {tenth}the {different:,} different questions"
 
 
 def _tasks(data: Tokenized, numbers: np.ndarray, max_prompt: int) -> Tasks:
+    """Selects the rows in `numbers` with prompts of 1 to `max_prompt` tokens; raises ValueError if there are none."""
     raw = data.raw_rows(numbers)
     fits = [0 < len(ids) <= max_prompt for ids in raw.prompt_ids]
     if not any(fits):
@@ -300,13 +303,17 @@ def _tasks(data: Tokenized, numbers: np.ndarray, max_prompt: int) -> Tasks:
 
 
 def _fingerprint_of(packed: PackedDataset, config: DataConfig) -> str:
+    """Returns a hash (hex digits) of the packed rows, their grouping, and the seed and setting of their order."""
     order = f"{packed.fingerprint()} {config.seed} {config.shuffle}"
     order += f" {packed.grouping.fingerprint()}" if packed.grouping else ""
     return hashlib.blake2b(order.encode(), digest_size=16).hexdigest()
 
 
 def _synthetic(config: DataConfig, vocab_size: int | None) -> Prepared:
-    """Makes rows of `max_length` random tokens that all carry loss; they depend only on the seed and the sizes."""
+    """Makes rows of `max_length` random tokens that all carry loss; they depend only on the seed and the sizes.
+
+    The split has their number (`synthetic_rows`). Raises ValueError for another split, or without `vocab_size`.
+    """
     if vocab_size is None:
         raise ValueError("data.source=synthetic needs the size of the model's vocabulary, which is not known here")
     count, length = synthetic_rows(config.split), config.max_length
@@ -323,7 +330,7 @@ def _synthetic(config: DataConfig, vocab_size: int | None) -> Prepared:
 
 
 def _eval_split(config: DataConfig) -> tuple[DataConfig, str] | None:
-    """Returns data section and split of the evaluation rows; None if they are chosen from the training rows."""
+    """Returns data section and split of separate evaluation rows; None if the training rows, or no rows, are used."""
     if config.eval_source:
         elsewhere = replace(config, source=config.eval_source)
         return elsewhere, config.eval_split or ("eval" if config.eval_source == "embedded" else "train")
@@ -357,6 +364,12 @@ def _pack(
         slots: largest number of image slots of any document.
         room: image slots of a row, if known.
         **counts: further counts of the report.
+
+    Returns:
+        The packed rows, the report, and the epoch, whose document numbers are indices in `tokens`.
+
+    Raises:
+        ValueError: no chosen document is left with loss, or `data.too_long` is "error" and a document is too long.
     """
     config, documents = tokens.encoder.config, tokens.documents
     long = (tokens.full_lengths > config.max_length) & chosen
@@ -436,14 +449,14 @@ class MappedData:
     places: tuple[tuple[int, int], ...]
 
     def read(self) -> Prepared:
-        """Returns the data, with memory-mapped arrays."""
+        """Returns the data, with read-only arrays mapped from the file, which must still exist."""
         mapped = np.memmap(self.folder / _ARRAYS, mode="r")
         return pickle.loads(self.pickled, buffers=[mapped[first:last] for first, last in self.places])
 
 
 @contextlib.contextmanager
 def on_disk(prepared: Prepared) -> Iterator[MappedData]:
-    """Writes the arrays to a temporary folder, and yields the data for the processes of this host."""
+    """Writes the arrays to a temporary folder, yields the data for the processes of this host, deletes the folder."""
     cache = Path(datasets_config.HF_DATASETS_CACHE) / "tpu_kit"
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="prepared-", dir=cache) as name:

@@ -29,14 +29,14 @@ class DataReport:
         layout: format and columns of the rows.
         rows_read: rows of the source.
         rows_used: rows with a used document; a row gives one or several documents (`Encoder.documents`).
-        documents: used documents.
+        documents: used documents: chosen for training (or for evaluation), and not dropped.
         tokens: tokens of the used documents.
         loss_tokens: tokens that carry loss.
         packed_rows: rows of max_length tokens after packing.
         fill: `PackedDataset.fill`.
         lengths: tokens per document before truncation.
         reasoning: counts of reasoning, summed over the documents.
-        all_tokens: tokens of all documents before truncation and dropping.
+        all_tokens: tokens of used and dropped documents before truncation.
         whole_tokens: the same count if every chat were a single document.
         held_out: rows held out for evaluation, including all rows with the same questions.
         held_out_of: text with the number and kind of questions that held-out questions are chosen from.
@@ -47,9 +47,9 @@ class DataReport:
         special_names: some of these texts.
         special_split: whether these texts are encoded as text.
         seen_in_training: rows of the held-out split dropped because the training split has their questions.
-        dropped_too_long: documents over max_length that were dropped.
+        dropped_too_long: documents over max_length that were dropped; with images they always are.
         truncated: documents cut to max_length.
-        dropped_no_loss: dropped documents without loss in their first max_length tokens.
+        dropped_no_loss: other dropped documents, without loss in their first max_length tokens.
         skipped: bad rows that `data.on_bad_row=skip` skips; among the other counts, only rows_read includes them.
         skipped_rows: the first bad rows with their problems.
         images: counts of images (`data.images.columns.ImageCounts`); None for text.
@@ -122,6 +122,7 @@ class DataReport:
         return sources_table(self.sources) if self.sources else []
 
     def _split_text(self) -> str:
+        """Describes how rows became several documents, with a warning above `MOST_TIMES`; empty if none did."""
         if self.documents == self.rows_used:
             return ""
         if self.all_tokens == self.whole_tokens:
@@ -136,6 +137,7 @@ class DataReport:
         return text
 
     def _held_out_text(self) -> str:
+        """Describes the numbers of evaluated held-out rows, and of held-out rows that repeat their questions."""
         text = f"{self.held_out - self.repeated:,}{self.held_out_of}"
         if self.repeated:
             text += f"; {self.repeated:,} more {'is' if self.repeated == 1 else 'are'} neither trained nor evaluated, "
@@ -143,6 +145,7 @@ class DataReport:
         return text
 
     def _lost_text(self) -> str:
+        """Describes the tokens lost to truncation and dropping, with a warning above `MOST_LOST`; empty if none are."""
         if not (lost := self.all_tokens - self.tokens):
             return ""
         text = f": {lost:,} of {self.all_tokens:,} tokens lost ({lost / self.all_tokens:.1%})"
@@ -152,6 +155,7 @@ class DataReport:
         return text
 
     def _special_text(self) -> str:
+        """Describes the rows with the text of special tokens, and how that text is encoded."""
         rows = f"{self.special_rows:,} row{'s hold' if self.special_rows > 1 else ' holds'}"
         what = "encoded as text"
         if not self.special_split:

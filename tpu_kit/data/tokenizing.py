@@ -60,7 +60,7 @@ _PAIRS = Features({"pair": List(Value("int32"))})  # another column of preferenc
 
 @dataclass(frozen=True)
 class Bits:
-    """Booleans packed into bits, as Arrow stores them; a slice is an array of bool.
+    """Booleans packed into bits, as Arrow stores them; a slice, with start and stop, is a new array of bool.
 
     Attributes:
         packed: uint8, lowest bit first.
@@ -82,7 +82,9 @@ class Bits:
 
 
 class Joined:
-    """A sequence of arrays that is read like their concatenation; a slice within an array is a view of it.
+    """A sequence of arrays that is read like their concatenation, in slices with start and stop that are not empty.
+
+    A slice within a NumPy array is a view of it; other slices are copies.
 
     Attributes:
         parts: flat arrays or `Bits`, in order.
@@ -113,9 +115,9 @@ class RawRows(NamedTuple):
 
     Attributes:
         rows: the rows as read, with the texts of `schemas.problem`, or else an "answer" (`schemas.final_answer`).
-        prompts: texts that the model continues, per row (empty for plain text).
+        prompts: texts that the model continues, per row (empty for rows of only a text).
         prompt_ids: token ids of these texts.
-        asked: prompts as lists of messages, or texts.
+        asked: prompts as lists of messages, or texts, per row.
     """
 
     rows: list[dict[str, Any]]
@@ -152,7 +154,7 @@ class Tokenized:
         source: source of the rows.
         rows: all rows of the source.
         encoder: encoder of the rows.
-        documents: documents, truncated to max_length.
+        documents: documents, truncated to max_length (pairs are not, before `as_units`).
         full_lengths: (documents,), tokens before truncation.
         whole_lengths: (documents,), in the first document of a chat, the tokens of the chat if it were a single
             document; 0 in its other documents.
@@ -183,7 +185,7 @@ class Tokenized:
 
     @property
     def rows_read(self) -> int:
-        """Number of rows of the source."""
+        """Number of rows of the source, with unusable rows."""
         return len(self.rows)
 
     def place(self, row: int) -> str:
@@ -191,21 +193,21 @@ class Tokenized:
         return f"row {row} of {self.source}"
 
     def sources(self) -> Iterator[tuple[Tokenized, int]]:
-        """Yields the sources with the numbers of their first rows."""
+        """Yields every source with the number of its first row: here only this source, with 0."""
         yield self, 0
 
     def selected(self, keep: np.ndarray, documents: Documents, full_lengths: np.ndarray) -> Self:
-        """Selects the documents of the mask `keep`, and replaces them by `documents`, which have `full_lengths`."""
+        """Returns a copy with the documents of the mask `keep`, replaced by `documents` with these `full_lengths`."""
         names = ("questions", "users", "special", "reasoning")
         kept = {name: getattr(self, name)[keep] for name in names}
         return replace(self, documents=documents, full_lengths=full_lengths, whole_lengths=full_lengths, **kept)
 
     def prompts(self, chosen: np.ndarray) -> np.ndarray:
-        """Returns the prompts of all trained replies in the rows of the chosen documents."""
+        """Returns the prompts (hashes) of all trained replies in the rows of the documents of the mask `chosen`."""
         return np.concatenate([self.questions[chosen], self.earlier[chosen[self.earlier_documents]]])
 
     def one_of_each(self, questions: np.ndarray) -> np.ndarray:
-        """Masks the documents of rows that are the first to ask a question in `questions`."""
+        """Returns the mask of the documents of rows that are the first to ask a question in `questions`."""
         unique, first = np.unique(self.questions, return_index=True)
         source_rows = self.documents.source_rows
         return np.isin(source_rows, source_rows[first[np.isin(unique, questions)]])
@@ -218,11 +220,11 @@ class Tokenized:
         return self.count(np.isin(self.users, several))
 
     def count(self, chosen: np.ndarray) -> int:
-        """Returns the number of rows of the chosen documents."""
+        """Returns the number of different rows of the documents of the mask `chosen`."""
         return len(np.unique(self.documents.source_rows[chosen]))
 
     def raw_rows(self, numbers: np.ndarray) -> RawRows:
-        """Returns rows of the source with their prompts."""
+        """Returns rows by their numbers in the source, in the given order, with their prompts."""
         encoder, layout = self.encoder, self.encoder.layout
         names = [name for name in self.rows.column_names if name not in (LOCATION, PROBLEM)]
         stored = list(self.rows.select(numbers).select_columns(names))
@@ -245,7 +247,7 @@ class Tokenized:
 def opened_source(
     config: DataConfig, tokenizer: Any, split: str | None = None, like: Layout | None = None, processor: Any = None
 ) -> Opened:
-    """Loads the rows of a source and makes their encoder; may change the tokenizer's chat template.
+    """Loads the rows of a source and makes their encoder; may change the tokenizer's chat template (`encoder_of`).
 
     Args:
         config: the data section, with a single source.
@@ -255,7 +257,7 @@ def opened_source(
         processor: processor of a model for images (`data.images.processors.ImageProcessor`); None for text.
 
     Raises:
-        ValueError: as `load_rows`, `own_rows` and `detect_layout`.
+        ValueError: as `load_rows`, `own_rows`, `check_rows` and `encoder_of`.
     """
     source, split = str(config.source), split or config.split
     skip = config.on_bad_row == "skip"
@@ -270,10 +272,10 @@ def opened_source(
 
 
 def tokenized(opened: Opened) -> Tokenized:
-    """Tokenises the rows of a source, or reads their tokens from the cache of `datasets`.
+    """Tokenises the rows of a source into the cache of `datasets`, or reads their tokens from there.
 
     Raises:
-        ValueError: as `check_rows`.
+        ValueError: as `check_rows`, for rows that cannot be read or encoded.
     """
     source, rows, encoder = opened.source, opened.rows, opened.encoder
     config, processor = encoder.config, encoder.images and encoder.images.processor
@@ -326,7 +328,7 @@ def tokenized(opened: Opened) -> Tokenized:
 
 
 def _features(encoder: Encoder) -> Features:
-    """Returns the columns of tokenised documents."""
+    """Returns the names and types of the columns of tokenised documents."""
     pairs = _PAIRS if encoder.layout.format in ("preference", "unpaired") else {}
     return Features({**_DOCUMENT, **(_IMAGES if encoder.images is not None else {}), **pairs})
 
@@ -360,7 +362,13 @@ def _is_stale(columns: Any, encoder: Encoder) -> bool:
 def encoder_of(
     rows: Dataset, tokenizer: Any, config: DataConfig, source: str, like: Layout | None, processor: Any
 ) -> Encoder:
-    """Makes the encoder of rows by their columns and values; arguments as in `opened_source`."""
+    """Makes the encoder of rows by their columns and values; arguments as in `opened_source`.
+
+    For chats, may set the tokenizer's chat template (`ensure_chat_template`) or change it (`open_reasoning`).
+
+    Raises:
+        ValueError: the columns fit no format, a setting does not fit the rows, or the tokenizer lacks an eos token.
+    """
     columns = [column for column in rows.column_names if column not in (LOCATION, PROBLEM)]
     try:
         layout = read_layout(rows, columns, config, processor is not None)
@@ -406,7 +414,7 @@ def encoder_of(
 
 
 def _is_plain(rows: Dataset, layout: Layout, config: DataConfig) -> bool:
-    """Whether the first readable row is plain text."""
+    """Whether the first readable row is plain text; False if no row can be read."""
     for row in rows:
         with contextlib.suppress(AttributeError, KeyError, RecursionError, TypeError, ValueError):
             return isinstance(conversation(row, layout, config).messages, str)
@@ -422,7 +430,7 @@ def _plain_text(row: Mapping[str, Any], encoder: Encoder) -> str:
 
 
 def _tokenize_rows(batch: Mapping[str, list[Any]], numbers: list[int], encoder: Encoder) -> dict[str, list[Any]]:
-    """Tokenises rows; returns the columns of `_DOCUMENT`. A bad row has a single entry with its error.
+    """Tokenises a batch of rows; returns the columns of `_features`, by document. A bad row has one entry, its error.
 
     All rows take a step before the next step begins: row by row, the same steps take half as long again (measured).
     """
@@ -457,6 +465,7 @@ class _Row(NamedTuple):
 
 
 def _read(row: Mapping[str, Any], encoder: Encoder) -> _Row:
+    """Reads a row's conversation, and the cells that its documents share; raises RowError for a bad row."""
     if row.get(PROBLEM):
         raise RowError(row[PROBLEM])
     talk, config = encoder.conversation(row), encoder.config
@@ -467,11 +476,12 @@ def _read(row: Mapping[str, Any], encoder: Encoder) -> _Row:
 
 
 def _rendered(row: _Row, encoder: Encoder) -> _Row:
+    """Adds the rendered documents; raises RowError as `Encoder.documents`."""
     return row._replace(documents=encoder.documents(row.talk))
 
 
 def _encoded(row: _Row, encoder: Encoder) -> _Row:
-    """Adds the documents' tokens and the columns of their images."""
+    """Adds the documents' tokens, with the tokens of their images, and the columns of their images."""
     encoded = list[tuple[Example, dict[str, Any]]]()
     for document in row.documents:
         example, pictures = encoder.encode(document), dict[str, Any]()
@@ -483,6 +493,7 @@ def _encoded(row: _Row, encoder: Encoder) -> _Row:
 
 
 def _entries(row: _Row, encoder: Encoder) -> list[dict[str, Any]]:
+    """Returns the cells of every document, split or truncated; raises RowError if turns or images are lost."""
     talk, config, entries = row.talk, encoder.config, list[dict[str, Any]]()
     if talk.label is not None and len(row.documents) == 1:
         return [row.cells | columns_of_label(talk, row.documents[0], row.encoded[0][0], encoder)]
@@ -506,7 +517,7 @@ def _entries(row: _Row, encoder: Encoder) -> list[dict[str, Any]]:
 
 
 def split_text(example: Example, config: DataConfig) -> list[Example]:
-    """Cuts a text into examples of max_length tokens; avoids examples of a single token, which would carry no loss."""
+    """Cuts a text into examples of up to max_length tokens, whose first token has no loss; avoids single tokens."""
     count, length = len(example.input_ids), config.max_length
     cuts = list(range(0, count, length))
     if len(cuts) > 1 and count - cuts[-1] == 1:
@@ -516,6 +527,7 @@ def split_text(example: Example, config: DataConfig) -> list[Example]:
 
 
 def _fingerprint(rows: Dataset, encoder: Encoder) -> str:
+    """Returns a hash (hex digits) of the rows, the tokenizer, the layout and all settings that change tokens."""
     tokenizer, config = encoder.tokenizer, asdict(encoder.config)
     for setting in ("source", "eval_source", "split", "eval_split", "date", "eval_rows", "seed", "shuffle", "num_proc",
                     "packing", "on_bad_row", "images_per_row", "image_tokens", "order", "curriculum",
@@ -530,7 +542,7 @@ def _fingerprint(rows: Dataset, encoder: Encoder) -> str:
 
 
 def _processes(rows: int, wanted: int | None) -> int | None:
-    """Returns the number of processes that tokenise, by default by rows and cores; None for only this process."""
+    """Returns the number of processes that tokenise: `wanted`, or by rows and cores; None for only this process."""
     if wanted is None:
         wanted = min(len(os.sched_getaffinity(0)), rows // _ROWS_PER_PROCESS)
     return wanted if 1 < wanted <= rows else None
