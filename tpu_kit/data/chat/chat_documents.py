@@ -68,17 +68,20 @@ class ChatDocuments:
         self._texts: dict[int, str] = {}
 
     def documents(self) -> list[Document]:
-        """Returns the whole chat as a single document if possible, else as few documents as possible."""
+        """Returns the whole chat as a single document if possible, else as few documents as possible.
+
+        Raises RowError if the template refuses the chat or leaves a part of it out, or its prompt closes the reasoning.
+        """
         if (whole := self._whole()) is None:
             return self._parted()
         self._check_said(whole.text, self._messages, next(iter(self._reasoning)))
         return [whole]
 
     def _prompt(self, i: int) -> str:
-        """Returns the prompt of reply `i`.
+        """Returns the prompt of reply `i`, the index of its message.
 
         Raises:
-            RowError: the prompt closes the reasoning, and the reply has reasoning.
+            RowError: the prompt closes the reasoning, and the reply has reasoning; or as `PromptEncoder.render`.
         """
         if i not in self._prompts:
             self._prompts[i] = self._encoder.render(self._messages[:i], self._tools, prompt=True)
@@ -91,13 +94,15 @@ class ChatDocuments:
         return self._prompts[i]
 
     def _text(self, i: int) -> str:
-        """Returns the rendering of the messages up to message `i`."""
+        """Returns the rendering of the messages up to and with message `i`."""
         if i not in self._texts:
             self._texts[i] = self._encoder.render(self._messages[: i + 1], self._tools)
         return self._texts[i]
 
     def _whole(self) -> Document | None:
         """Renders the whole chat as a document; None if a reply in it differs from its rendering as the last turn.
+
+        Without a stop token, also returns None unless the last message is the only reply with loss.
 
         Renders the chat up to a reply only for replies 0, 1, 2, 4, 8, ... and the last reply. Other replies are
         compared in a chat of a few turns with the previous reply, so that the time is linear in the chat's length.
@@ -123,8 +128,8 @@ class ChatDocuments:
 
         Args:
             text: rendering of the whole chat.
-            before: number of the previous reply with loss.
-            i: number of the reply.
+            before: message index of the previous reply with loss.
+            i: message index of the reply.
             last: range of the reply `before`.
 
         Returns:
@@ -151,7 +156,7 @@ class ChatDocuments:
         return (start, start + len(said)) if text.startswith(between + said, last[1]) else None
 
     def _parted(self) -> list[Document]:
-        """Returns a document per reply as the last turn; joins documents if the later contains the earlier."""
+        """Returns a document per reply as the last turn; joins documents if the later begins with the earlier."""
         made, ends = list[Document](), list[int]()
         for i in self._reasoning:
             document = self._alone(i)
@@ -175,7 +180,7 @@ class ChatDocuments:
         return made
 
     def _as_last(self, i: int, message: dict[str, Any]) -> Document | None:
-        """Renders the chat up to reply `i` with `message` as that reply; None if it does not fit the prompt."""
+        """Renders the chat up to reply `i` with `message` as that reply; None as `_document`."""
         prompt = self._prompt(i)
         text = self._text(i)
         if message is not self._messages[i]:
@@ -183,6 +188,7 @@ class ChatDocuments:
         return self._document(text, prompt, i, message)
 
     def _document(self, text: str, prompt: str, i: int, message: Mapping[str, Any]) -> Document | None:
+        """Makes a document of a rendering; None if it does not begin with the prompt, or `_is_kept` is false."""
         stop, start = self._encoder.stop, len(prompt)
         at = text.rfind(stop, start, len(text) - len(self._encoder.rest)) if stop else -1
         end = at + len(stop) if at >= 0 else len(text)
@@ -191,7 +197,7 @@ class ChatDocuments:
         return Document(text, [(start, end)], [self._reasoning[i]])
 
     def _is_kept(self, text: str, prompt: str, i: int, message: Mapping[str, Any]) -> bool:
-        """Whether the rendered reply contains its reasoning, or closes the reasoning that the prompt opens."""
+        """Whether a rendered reply has its reasoning, then its answer, or closes a block that the prompt opens."""
         reasoning, close = self._reasoning[i], self._config.think_close
         if not reasoning:
             return not self._is_opened(prompt) or text.lstrip().startswith(close)
@@ -204,10 +210,14 @@ class ChatDocuments:
         return bool(self._reasoning[i]) and prompt.rstrip().endswith(self._config.think_close)
 
     def _is_opened(self, prompt: str) -> bool:
+        """Whether a prompt ends in the opening tag of the reasoning."""
         return prompt.rstrip().endswith(self._config.think_open)
 
     def _alone(self, i: int) -> Document:
-        """Returns the chat up to reply `i` as a document."""
+        """Returns the chat up to reply `i` as a document, in the first form that keeps the reasoning.
+
+        Raises RowError if the reply calls tools and the template renders it after another prompt in all forms.
+        """
         message, reasoning, config = self._messages[i], self._reasoning[i], self._config
         content = str(message.get("content") or "")
         answer = answer_of(content, config).strip()
@@ -243,7 +253,10 @@ class ChatDocuments:
         return Document(text, [(len(prompt), len(text))], [reasoning])
 
     def _check_said(self, text: str, messages: list[dict[str, Any]], first: int) -> None:
-        """Raises RowError if a rendering lacks the content (apart from reasoning) or the tool calls of a message."""
+        """Raises RowError if a rendering of messages lacks a tool, a tool call or a content (apart from reasoning).
+
+        Does not check the contents of replies before message `first`.
+        """
         for i, message in enumerate(messages):
             said = message["content"] if isinstance(message.get("content"), str) else ""
             if message["role"] == "assistant":

@@ -36,7 +36,7 @@ class Example(NamedTuple):
 
 
 class ReasoningCounts(NamedTuple):
-    """Counts of the reasoning in the documents of a row.
+    """Counts of the reasoning in a document, or sums over documents.
 
     Attributes:
         replies: assistant turns with loss.
@@ -52,7 +52,7 @@ class ReasoningCounts(NamedTuple):
 
 
 def decoded_example(tokenizer: Any, example: Example) -> list[tuple[str, bool]]:
-    """Decodes an example to parts `(text, carries loss)` for display."""
+    """Decodes an example to parts `(text, carries loss)` for display; neighbouring parts differ in their loss."""
     spans: list[tuple[list[int], bool]] = []
     for token, loss in zip(example.input_ids, example.loss_mask, strict=True):
         if not spans or spans[-1][1] != bool(loss):
@@ -77,7 +77,7 @@ class Encoder(PromptEncoder):
     layout: Layout
 
     def conversation(self, row: Mapping[str, Any]) -> Conversation:
-        """Reads a row. Arguments of tool calls are objects, or JSON text if the template needs that."""
+        """Reads a row; raises RowError. Arguments of tool calls are objects, or JSON text if the template needs that."""
         talk = conversation(row, self.layout, self.config)
         if talk.images:
             talk = talk._replace(images=tuple(map(self.images.files.picture, talk.images)))
@@ -102,7 +102,10 @@ class Encoder(PromptEncoder):
         return talk._replace(messages=as_text) if wrong and encoded is not None else talk
 
     def open_reasoning(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Enables reasoning, with a warning, if rows have reasoning and the chat template's prompt closes it."""
+        """Enables reasoning in the tokenizer's chat template, with a warning, if its prompt closes it and rows have it.
+
+        Leaves a template unchanged in which its switches do not help; `documents` then raises RowError.
+        """
         plain, close = self.tokenizer.chat_template, self.config.think_close
         if not self._closes_reasoning() or not any(map(self._has_reasoning, rows)):
             return
@@ -117,10 +120,12 @@ class Encoder(PromptEncoder):
         )
 
     def _closes_reasoning(self) -> bool:
+        """Whether the chat template's prompt ends in the closing tag of the reasoning."""
         prompt = self.render([{"role": "user", "content": "a"}], None, prompt=True)
         return prompt.rstrip().endswith(self.config.think_close)
 
     def _has_reasoning(self, row: Mapping[str, Any]) -> bool:
+        """Whether a reply with loss in a row has reasoning; False for a row that cannot be read."""
         try:
             messages = conversation(row, self.layout, self.config).messages
         except (AttributeError, KeyError, RecursionError, TypeError, ValueError):  # raised again by tokenising
@@ -128,12 +133,12 @@ class Encoder(PromptEncoder):
         return any(isinstance(turn, dict) and learns(turn) and in_message(turn, self.config) for turn in messages)
 
     def prompt(self, talk: Conversation) -> str:
-        """Returns the text before the last assistant turn."""
+        """Returns the text that the model continues with the last reply; may be empty for plain text."""
         asked = talk.asked
         return asked if isinstance(asked, str) else self.render(asked, talk.tools, prompt=True, begun=bool(talk.begun))
 
     def prompt_ids(self, talk: Conversation) -> list[int]:
-        """Returns the token ids of `prompt`, with its pictures.
+        """Returns the token ids of `prompt`, empty for an empty prompt; `PicturedIds` if it has pictures.
 
         Only plain text gets the tokenizer's own special tokens; chats have the template's.
         """
@@ -163,10 +168,14 @@ class Encoder(PromptEncoder):
             raise RowError(self.special.shown(str(error))[0]) from error
 
     def _of_chat(self, talk: Conversation) -> list[Document]:
+        """Renders a chat as documents, without splitting the text of special tokens."""
         return [self._continuation(talk)] if talk.begun else ChatDocuments(self, talk).documents()
 
     def _continuation(self, talk: Conversation) -> Document:
-        """Renders a chat whose last reply begins in the prompt; the rest of the reply carries loss."""
+        """Renders a chat whose last reply begins in the prompt; the rest of the reply carries loss.
+
+        Raises RowError if the rendering does not begin with the prompt.
+        """
         assert not isinstance(talk.messages, str)
         prompt, text = self.prompt(talk), self.render(talk.messages, talk.tools)
         if not text.startswith(prompt):
@@ -181,13 +190,14 @@ class Encoder(PromptEncoder):
         return Document(text, spans, [self.special.shown(each)[0] for each in document.reasoning], literal=literal)
 
     def special_text(self, talk: Conversation) -> str:
-        """Returns the first text of a special token in a row; empty if there is none."""
+        """Returns the first text of a special token in a row's messages or tools; empty if there is none."""
         return self.special.find([talk.messages, talk.tools])
 
     def encode(self, document: Document) -> Example:
-        """Returns the token ids of a document and its loss mask.
+        """Returns the token ids of a document, not truncated, and its loss mask.
 
-        The first token never carries loss: no token before it predicts it.
+        Plain text, and a reply at the end of a text without a stop token, ends with the eos token, which has loss. The
+        first token never carries loss: no token before it predicts it. With `data.loss_on=all`, all others do.
 
         Raises:
             RowError: no token carries loss.
@@ -207,7 +217,7 @@ class Encoder(PromptEncoder):
 
     @cached_property
     def header(self) -> str:
-        """The chat template's text between a question and its reply; empty without a chat template."""
+        """The chat template's text between a question and its reply or reasoning tag; empty without a template."""
         if not self.tokenizer.chat_template:
             return ""
         turns = [{"role": "user", "content": f"{PROBE}1"}, {"role": "assistant", "content": f"{PROBE}2"}]
@@ -218,7 +228,7 @@ class Encoder(PromptEncoder):
         return between.partition(self.config.think_open)[0].strip()
 
     def count_reasoning(self, document: Document, example: Example) -> ReasoningCounts:
-        """Counts the replies of a document, and those whose reasoning is in the example's tokens with loss."""
+        """Counts the replies of a document, and the reasoning in the tokens with loss of its (truncated) example."""
         replies = list(zip(document.spans, document.reasoning, strict=True))
         held = [_squeezed(reasoning) for _, reasoning in replies if reasoning]
         closed = re.compile(rf"\s*(?:{re.escape(self.config.think_open)}\s*)?{re.escape(self.config.think_close)}")
@@ -234,7 +244,7 @@ class Encoder(PromptEncoder):
         return ReasoningCounts(len(replies), len(held), trained, empty)
 
     def _tokenize(self, document: Document) -> tuple[list[int], list[bool]]:
-        """Returns the token ids of a document, and a mask of the ids in its spans."""
+        """Returns the token ids of a document, cut at the borders of its spans if possible, and a mask of the spans."""
         text, spans = document.text, document.spans
         ids, offsets = self.encode_text(text, document.literal, document.plain)
         # With `splits`, a BOS in the text of a row is text.

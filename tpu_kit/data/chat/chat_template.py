@@ -57,7 +57,7 @@ def ensure_chat_template(tokenizer: Any) -> bool:
 
 
 def freeze_date(template: str, day: str | None) -> str:
-    """Makes `strftime_now` in a chat template write the day of `data.date`; None means today.
+    """Returns a chat template whose `strftime_now` writes `day`, such as "2025-12-31"; None means today.
 
     Adds a macro to the template, because transformers passes no functions of the caller to a template.
     """
@@ -71,7 +71,7 @@ def freeze_date(template: str, day: str | None) -> str:
 
 
 def plain_prompt(tokenizer: Any, text: str, special: SpecialText | None = None) -> list[int]:
-    """Returns the token ids of plain text that the model continues, with one BOS and without an EOS.
+    """Returns the token ids of plain text that the model continues, with the tokenizer's BOS once and without EOS.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -118,11 +118,7 @@ class PromptEncoder:
     def chat_ids(
         self, messages: list[dict[str, Any]], tools: list[Any] | None, prompt: bool = False, begun: bool = False
     ) -> list[int]:
-        """Returns the token ids of `render`.
-
-        Raises:
-            RowError: the chat template refuses the conversation.
-        """
+        """Returns the token ids of `render`, without special tokens that the tokenizer itself would add."""
         literal: tuple[tuple[int, int], ...] = ()
         if self.splits:
             hidden = self.render(self.special.hide(messages), self.special.hide(tools), prompt, begun)
@@ -134,7 +130,10 @@ class PromptEncoder:
     def render(
         self, messages: list[dict[str, Any]], tools: list[Any] | None, prompt: bool = False, begun: bool = False
     ) -> str:
-        """Renders a chat, with `prompt` as the prompt for a reply; the last message may have `begun` that reply."""
+        """Renders a chat, with `prompt` up to the start of a reply, which with `begun` is the open last message.
+
+        Raises RowError if the template refuses the chat.
+        """
         if self.images is not None:
             messages = self.images.in_parts(messages, self.tokenizer)
         try:
@@ -170,7 +169,7 @@ class PromptEncoder:
 
     @property
     def end(self) -> str:
-        """The text after the content of an assistant turn up to its `stop`."""
+        """The text after the content of an assistant turn up to and with its `stop`; empty without a `stop`."""
         return self._tails[0].partition(self.stop)[0] + self.stop if self.stop else ""
 
     @property
@@ -185,7 +184,7 @@ class PromptEncoder:
 
     @cached_property
     def special(self) -> SpecialText:
-        """The special tokens, and the tokens that the chat template writes around turns."""
+        """The texts of special tokens, and of added tokens that the chat template writes around turns."""
         written = ""
         if self.tokenizer.chat_template:
             turns = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
@@ -198,7 +197,10 @@ class PromptEncoder:
     def encode_text(
         self, text: str, literal: Sequence[tuple[int, int]], add_special_tokens: bool
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Returns the token ids of a text and their character ranges; `literal` ranges get no special tokens."""
+        """Returns the token ids of a text and their character ranges; `literal` ranges get no special tokens.
+
+        Switches off truncation and padding in the tokenizer's backend.
+        """
         if literal:
             return self.special.encode(text, literal, add_special_tokens)
         # The same calls as in transformers, but a third faster for a chat of 80 tokens. A row may be longer than the

@@ -81,7 +81,7 @@ def _rows(model: ModelConfig, size: int, numbers: list[int]) -> torch.Tensor | N
 
 
 def _folder(model: ModelConfig) -> Path | None:
-    """Returns the local folder of a model; None if the model must be downloaded."""
+    """Returns the local folder of a model, also in the hub's cache; None if the model must be downloaded."""
     name = locate(model)
     if Path(name).is_dir():
         return Path(name)

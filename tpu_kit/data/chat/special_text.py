@@ -36,7 +36,7 @@ def special_names(tokenizer: Any, written: str, kept: Collection[str]) -> list[s
 
 
 def _changed(value: Any, change: Callable[[str], str]) -> Any:
-    """Applies `change` to all texts of a JSON value, including keys."""
+    """Returns a copy of a JSON value with `change` applied to all its texts, including keys."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):
@@ -101,11 +101,11 @@ class SpecialText:
         return found[0] if found else ""
 
     def ranges(self, text: str) -> tuple[tuple[int, int], ...]:
-        """Returns the ranges of the texts of special tokens in a text."""
+        """Returns the character ranges of the texts of special tokens in a text, in order."""
         return tuple(match.span() for match in self._pattern.finditer(text))
 
     def hide(self, value: Any) -> Any:
-        """Replaces the texts of special tokens in a JSON value by placeholders of letters and digits."""
+        """Returns a JSON value with placeholders of letters and digits for the texts of special tokens."""
         return _changed(value, lambda text: self._pattern.sub(lambda match: self._placeholders[match[0]], text))
 
     def shown(self, text: str, places: Iterable[int] = ()) -> tuple[str, tuple[tuple[int, int], ...], list[int]]:
@@ -116,7 +116,7 @@ class SpecialText:
             places: positions in it.
 
         Returns:
-            The new text, the ranges of the special tokens' texts in it, and the positions in it.
+            The new text, the ranges of the special tokens' texts in it, and the `places` moved to it.
         """
         found = self._placeholder.finditer(text)
         text, edits = _replaced(text, [(*match.span(), self._names[int(match[1])]) for match in found])

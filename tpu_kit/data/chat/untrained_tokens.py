@@ -39,7 +39,8 @@ def untrained_tokens(weight: torch.Tensor, ids: np.ndarray) -> np.ndarray:
 def describe_untrained(prepared: Prepared, weight: torch.Tensor, frozen: bool, learned: Sequence[int] = ()) -> str:
     """Describes the share of training tokens with loss that the base was never trained on; empty below 1 %.
 
-    Ignores the tokenizer's special tokens: an instruction-tuned model knows them although their rows hardly changed.
+    Empty also for random tokens and reinforcement learning. Ignores the tokenizer's added tokens: an instruction-tuned
+    model knows them although their rows hardly changed.
 
     Args:
         prepared: the data.

@@ -38,7 +38,7 @@ _ENDED = "ended"  # file with the reason why the process has ended
 
 @contextlib.contextmanager
 def feeding(stream: TextStream, place: Place) -> Iterator[TextStream]:
-    """Starts the process; yields the stream with the folder that the replicas read, and ends the process."""
+    """Starts the process at a place; yields the stream with the folder of its shards; then ends it, deletes the folder."""
     cache = Path(datasets_config.HF_DATASETS_CACHE) / "tpu_kit"
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="stream-", dir=cache, ignore_cleanup_errors=True) as name:
@@ -63,7 +63,7 @@ def feeding(stream: TextStream, place: Place) -> Iterator[TextStream]:
 
 
 def _start(payload: bytes) -> tuple[int, Callable[[], int]]:
-    """Starts the process; returns its id, and a function that sends the payload and waits for its end."""
+    """Starts the process; returns its id, and a function that sends the payload, waits, and returns the exit status."""
     path = [str(Path(__file__).parents[3]), *filter(None, sys.path)]
     settings = {"PYTHONPATH": os.pathsep.join(dict.fromkeys(path)), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
                 "USE_TORCH_XLA": "0", "TOKENIZERS_PARALLELISM": "false"}  # fmt: skip
@@ -80,9 +80,10 @@ def _start(payload: bytes) -> tuple[int, Callable[[], int]]:
 
 
 def feed(stream: TextStream, place: Place, folder: Path, encoded: Ahead | None = None) -> None:
-    """Writes shards, beginning at a place, in order. After a shard, waits until all replicas have begun it.
+    """Writes whole shards to `folder`, from a place on, epoch after epoch; `encoded` is as in `TextStream.write`.
 
-    `encoded` is as in `TextStream.write`.
+    After a shard, waits until all replicas have begun it, and deletes the shard before. If a shard cannot be made,
+    writes the error to a file for `shards_from` and returns.
     """
     number = place.epoch * stream.count + place.shard
     while True:
@@ -99,7 +100,7 @@ def feed(stream: TextStream, place: Place, folder: Path, encoded: Ahead | None =
 
 
 def _begun(folder: Path, number: int) -> bool:
-    """Whether all replicas of this host have begun a shard."""
+    """Whether all replicas of this host have begun a shard, by the files that `shards_from` makes."""
     marks = list(folder.glob(f"{number}.begun-*"))
     return bool(marks) and len(marks) == int(marks[0].name.rpartition("-")[2])
 
@@ -117,7 +118,8 @@ def shards_from(
         stopped: called while the next shard is not ready; if it returns True, the iterator ends.
 
     Raises:
-        ShardError: the process could not make a shard; the message is the process's error.
+        ShardError: the process could not make a shard, or has ended; the message has its error.
+        ValueError: without a folder, as `TextStream.write`.
     """
     number = place.epoch * stream.count + place.shard
     while True:
@@ -139,12 +141,14 @@ def shards_from(
 
 
 def _raise_if_ended(folder: Path, number: int) -> None:
+    """Raises ShardError if the process could not make shard `number` or has ended."""
     for told in (f"{number}.error", _ENDED):
         with contextlib.suppress(FileNotFoundError):
             raise ShardError((folder / told).read_text())
 
 
 def _write(path: Path, text: str) -> None:
+    """Writes a text file, which appears when it is complete."""
     part = path.with_suffix(".part")
     part.write_text(text)
     part.rename(path)
@@ -154,18 +158,20 @@ _stream: TextStream | None = None  # set in processes that tokenise
 
 
 def _begin(stream: TextStream) -> None:
+    """Stores the stream in a new process that tokenises, which ends with its parent."""
     global _stream
     end_with_parent()
     _stream = stream
 
 
 def _encode(block: list[Record]) -> Encoded:
+    """Encodes rows in a process that tokenises."""
     assert _stream is not None
     return _stream.encode_all(block)
 
 
 def feed_by_processes(stream: TextStream, place: Place, folder: Path) -> None:
-    """Runs `feed` with several processes that tokenise blocks of rows."""
+    """Runs `feed` with `data.num_proc` processes that tokenise blocks of rows, by default a quarter of the cores."""
     count = stream.encoder.config.num_proc or max(1, min(_MOST_PROCESSES, len(os.sched_getaffinity(0)) // 4))
     if count == 1:
         return feed(stream, place, folder)

@@ -35,11 +35,12 @@ _LOOKED_BYTES = MIB  # limit of their size; the sample has at least one row
 
 @dataclass(frozen=True)
 class StreamReport(DataReport):
-    """Report about a stream from its first rows; the counts are about these rows only.
+    """Report about a stream from its first rows; the counts are about these rows only, without packed_rows and fill.
 
     Attributes:
         shards: text with the number of shards and their tokens.
         held: text about the held-out rows; empty if there are none.
+        lengths: tokens per row, not per document.
     """
 
     shards: str = ""
@@ -59,10 +60,13 @@ class StreamReport(DataReport):
 
 
 def open_stream(config: DataConfig, tokenizer: Any) -> tuple[TextStream, list[Record]]:
-    """Lists the shards of a stream and makes its encoder; returns the stream and its first rows.
+    """Lists the shards of a stream and makes its encoder for format text.
+
+    Returns:
+        The stream, and the first rows of its first shard: the held-out rows and 1,000 more (of JSON and CSV 1 MiB).
 
     Raises:
-        ValueError: there are no such files, or the first shard has no rows or no text.
+        ValueError: as `Shards.find` and `encoder_of`, or the first shard has no rows or no text.
     """
     config = replace(config, format="text")
     shards = Shards.find(str(config.source), config.split)
@@ -81,7 +85,10 @@ def open_stream(config: DataConfig, tokenizer: Any) -> tuple[TextStream, list[Re
 
 
 def _head(shards: Shards, held: int, most: int, target: Path) -> Dataset:
-    """Reads the first rows of the first JSON or CSV shard in the form of `load_rows`."""
+    """Returns up to `most` first rows of the first JSON or CSV shard as `load_rows`, mapped from the new file `target`.
+
+    Ends after 1 MiB of rows behind the first `held` rows. Raises ShardError if no row can be read.
+    """
     first, records, size = shards.all[0], list[Record](), 0
     for record in shards.records(first, ()):
         records.append(record)
@@ -96,14 +103,15 @@ def _head(shards: Shards, held: int, most: int, target: Path) -> Dataset:
 
 
 def _bytes_of(record: Record) -> int:
+    """Returns the bytes of a row as a line of JSON."""
     return len(json.dumps(record.values, ensure_ascii=False).encode(errors="replace")) + 1
 
 
 def prepare_stream(config: DataConfig, tokenizer: Any) -> Prepared:
-    """Prepares a stream for a run; `Prepared.train` has the sampled first rows.
+    """Prepares a stream for a run from its first rows: `Prepared.eval` has the held-out rows, `train` the next rows.
 
     Raises:
-        ValueError: as `open_stream`; or no row is left to train, or rows cannot be used.
+        ValueError: as `open_stream`; or no row is left to train, or rows cannot be used (`TextStream.check_bad`).
     """
     stream, records = open_stream(config, tokenizer)
     shard = stream.shards.all[0]
@@ -136,6 +144,7 @@ def prepare_stream(config: DataConfig, tokenizer: Any) -> Prepared:
 
 
 def _packed(stream: TextStream, documents: Sequence[tuple[int, Example]]) -> PackedDataset:
+    """Packs documents, which have their row numbers."""
     ids, masks = ([getattr(one, name) for _, one in documents] for name in Example._fields)
     lengths = np.array([len(each) for each in ids])
     arrays = np.concatenate(ids).astype(np.int32), np.concatenate(masks).astype(bool)
@@ -147,6 +156,7 @@ def _packed(stream: TextStream, documents: Sequence[tuple[int, Example]]) -> Pac
 def _report(
     stream: TextStream, documents: Sequence[tuple[int, Example]], records: Sequence[Record]
 ) -> StreamReport:  # fmt: skip
+    """Counts documents, which have the numbers of their rows in `records`; the caller adds the text of the shards."""
     by_row = dict[int, int]()
     for row, document in documents:
         by_row[row] = by_row.get(row, 0) + len(document.input_ids)
@@ -162,11 +172,12 @@ def _report(
 
 
 def _special(stream: TextStream, record: Record) -> str:
+    """Returns the first text of a special token in a row; empty if there is none."""
     return stream.encoder.special.find(record.values.get(stream.encoder.layout.columns["text"]))
 
 
 def _shards_text(stream: TextStream, sample: Sequence[tuple[int, Example]], records: Sequence[Record]) -> str:
-    """Describes the number of shards and the estimated number of their tokens."""
+    """Describes the number and size of the shards, and their tokens, estimated from the documents in `sample`."""
     shards, first = stream.shards, stream.shards.all[0]
     counts = f"{stream.count:,} of {len(shards.files):,} file{'s' if len(shards.files) > 1 else ''}"
     text = f"{counts}, {shards.size / MIB:,.1f} MiB"

@@ -106,7 +106,7 @@ class TextStream:
         return self.shards.all[number % self.count]
 
     def encode(self, record: Record) -> list[Example]:
-        """Encodes a row as documents of at most `data.max_length` tokens; raises RowError."""
+        """Encodes a row as documents of at most `data.max_length` tokens; raises RowError if it cannot be used."""
         if record.problem:
             raise RowError(record.problem)
         row = {name: record.values.get(name) for name in self.columns}
@@ -122,7 +122,7 @@ class TextStream:
         return [part for document in whole for part in split_text(document, self.encoder.config)]
 
     def encode_all(self, records: Sequence[Record]) -> Encoded:
-        """Encodes several rows."""
+        """Encodes several rows; `problems` has the rows that cannot be used."""
         documents, numbers, problems = list[Example](), list[int](), list[tuple[int, str]]()
         for number, record in enumerate(records):
             try:
@@ -137,7 +137,10 @@ class TextStream:
         return Encoded(ids, mask, [len(document.input_ids) for document in documents], numbers, problems)
 
     def check_bad(self, bad: list[tuple[str, str]], read: int) -> tuple[str, ...]:
-        """Checks the rows that cannot be used, out of `read` rows; see `sources.check_found`."""
+        """Returns texts of the first of the bad rows, (location, problem), out of `read` rows.
+
+        Raises ValueError if there are any, or with `data.on_bad_row=skip` if they are more than half.
+        """
         skip = self.encoder.config.on_bad_row == "skip"
         return check_found(bad[:SHOWN], len(bad), read, self.shards.source, skip=skip)
 
@@ -146,7 +149,7 @@ class TextStream:
 
         Args:
             number: number of the shard, which continues from epoch to epoch.
-            target: the folder.
+            target: the folder, which does not exist yet.
             encoded: applies `encode_all` to blocks of rows in order, for example in other processes; None does it here.
 
         Raises:
@@ -184,10 +187,11 @@ class TextStream:
         os.rename(part, target)
 
     def _encoded(self, blocks: Iterator[list[Record]]) -> Iterator[tuple[list[Record], Encoded]]:
+        """Yields every block with its documents, encoded in this process."""
         return ((block, self.encode_all(block)) for block in blocks)
 
     def read(self, number: int, folder: Path) -> PackedShard:
-        """Maps a shard that `write` has written."""
+        """Maps the files of shard `number`, which `write` has written; its order of training depends on the epoch."""
         config, pad_id = self.encoder.config, self.encoder.tokenizer.pad_token_id or 0
         arrays = {name: np.memmap(folder / name, kind, "r") for name, kind in _ARRAYS.items()}
         order = arrays.pop("order"), arrays.pop("counts")
@@ -198,7 +202,7 @@ class TextStream:
 
 
 def _blocks(records: Iterator[Record]) -> Iterator[list[Record]]:
-    """Groups rows into lists of about `_BLOCK` characters."""
+    """Groups rows into lists of about 262,144 characters, and at most 4,096 rows."""
     block, size = list[Record](), 0
     for record in records:
         block.append(record)

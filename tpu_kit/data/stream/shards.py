@@ -33,7 +33,7 @@ _VERSIONS = ("md5Hash", "crc32c", "ETag", "etag", "blob_id")  # keys of a store'
 
 
 class ShardError(ValueError):
-    """Raised if a shard has disappeared, has changed, or has no rows to train."""
+    """Raised if a shard has disappeared or changed, lacks a column or rows to train, or could not be made."""
 
 
 class StreamFile(NamedTuple):
@@ -91,7 +91,8 @@ class Shards:
         """Lists the shards of a path, glob, folder, URL or data set of the hub.
 
         Raises:
-            ValueError: there are no such files, or a file is too large and cannot be divided.
+            ValueError: there are no such files or split, or they have several kinds, or are of `save_to_disk`; or a
+                file that cannot be divided (CSV, compressed) has more than `MOST_BYTES`.
         """
         if any(os.path.isfile(os.path.join(source, name)) for name in _SAVED):
             raise ValueError(
@@ -128,7 +129,7 @@ class Shards:
             raise ShardError(f"data source {self.source}: {shard} has changed since the run began; put it back")
 
     def records(self, shard: Shard, columns: Sequence[str]) -> Iterator[Record]:
-        """Yields the rows of a shard; rows of parquet have only these columns.
+        """Yields the rows of a shard; rows of parquet have only these columns, other rows have all columns.
 
         Raises:
             ValueError: the file cannot be read, or lacks a column.
@@ -145,11 +146,11 @@ class Shards:
             yield from read_lines(self.system, path, size * part // parts, size * (part + 1) // parts)
 
     def place(self, shard: Shard, location: str) -> str:
-        """Returns the file and line (or row) of a record for an error text."""
+        """Returns the file and line (or row) of `Record.location` for an error text; may read the file up to there."""
         return f"{shard.file.name}, {line_of(self.system, shard.file.path, location)}"
 
     def head_of_parquet(self, rows: int) -> Dataset:
-        """Returns the first rows of the first parquet shard, with all columns."""
+        """Returns up to `rows` first rows of the first parquet shard, all columns; raises ShardError if it has none."""
         tables, count = list[pa.RecordBatch](), 0
         for _, batch in self._batches(self.all[0], None):
             tables.append(batch)
@@ -161,7 +162,10 @@ class Shards:
         return Dataset(pa.Table.from_batches(tables).slice(0, rows))
 
     def _batches(self, shard: Shard, columns: Sequence[str] | None) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """Yields batches of rows of a parquet shard, with the number of their first row in the file."""
+        """Yields batches of rows of a parquet shard, with the number of their first row in the file; None: all columns.
+
+        Raises ValueError for an unreadable file, and ShardError if a column is missing.
+        """
         path, part, parts = shard.file.path, shard.part, shard.file.parts
         with self.system.open(path, "rb") as stream:
             try:
@@ -185,6 +189,7 @@ class Shards:
 
 
 def _described(system: Any, path: str, folder: str, kind: str) -> StreamFile:
+    """Describes a file below `folder`; raises ValueError if it is too large and cannot be divided."""
     info = system.info(path)
     size, name = int(info["size"]), os.path.relpath(path, folder)
     file = StreamFile(path, name, size, _version(system, path, info), 1)
@@ -198,7 +203,7 @@ def _described(system: Any, path: str, folder: str, kind: str) -> StreamFile:
 
 
 def _version(system: Any, path: str, info: dict[str, Any]) -> str:
-    """Returns a text that identifies a file's content, and is equal for copies on other hosts."""
+    """Returns a text that identifies a file's content, and is equal for copies on other hosts; reads a local file."""
     size = int(info["size"])
     if isinstance(system, LocalFileSystem):  # modification times of copies differ
         digest = hashlib.blake2b(digest_size=12)
@@ -212,7 +217,7 @@ def _version(system: Any, path: str, info: dict[str, Any]) -> str:
 
 
 def _hub_files(source: str, split: str) -> Files:
-    """Returns the files of a split of a data set of the hub, at its present commit."""
+    """Returns the files of a split of a data set of the hub, at its present commit; raises ValueError without them."""
     name, _, subset = source.partition(":")
     ask_hub_once()
     try:
