@@ -58,7 +58,7 @@ class Calibration:
         return [text for text in (str(self), self.ignored) if text]
 
     def apply(self, config: TrainConfig) -> tuple[TrainConfig, list[str]]:
-        """Replaces `auto` settings that would choose a kernel or loop that failed; returns a warning per change."""
+        """Returns a copy of `config` without `auto` for a kernel or loop that failed, and a warning per change."""
         warnings = []
         if config.model.attention == "auto" and self.splash:
             config = replace(config, model=replace(config.model, attention="sdpa"))
@@ -81,12 +81,12 @@ class Calibration:
 
 
 def begin(device: str, report: Path) -> Calibration:
-    """Makes an empty calibration with today's date and the installed versions."""
+    """Makes an empty calibration with the path of its report, today's date (UTC) and the installed versions."""
     return Calibration(device, report=str(report), made=f"{datetime.now(UTC):%Y-%m-%d}", versions=_versions())
 
 
 def load(device: str) -> Calibration:
-    """Loads the calibration of a kind of device; empty if there is none for the installed versions."""
+    """Loads the calibration of a kind of device; empty if there is none, or if `ignored` says why it does not count."""
     path = _path(device)
     try:
         saved = Calibration(**json.loads(path.read_text()))
@@ -103,16 +103,19 @@ def load(device: str) -> Calibration:
 
 
 def _path(device: str) -> Path:
+    """Returns the path of a device's calibration in the user's cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     return cache / "tpu_kit" / "calibration" / f"{device}.json"
 
 
 def _versions() -> dict[str, str | None]:
+    """Returns the installed versions of `PACKAGES`, None if absent, and a hash of the kit's code."""
     return {name: installed_version(name) for name in PACKAGES} | {"tpu_kit's code": _code()}
 
 
 @cache
 def _code() -> str:
+    """Returns a hash of all Python files of the kit, as 12 hex digits."""
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parents[1].rglob("*.py")):
         digest.update(path.read_bytes())

@@ -22,7 +22,7 @@ matrices (27 % in Llama 3.1 8B, 44 in Phi 3 mini)."""
 
 
 def _folder(config: TrainConfig) -> Path:
-    """The model's folder, if it is on this machine."""
+    """Returns the folder that the model's name means on this machine; for a hub id it does not exist."""
     name = config.model.name
     return Path(__file__).parents[1] / "assets/embedded" if name == "embedded" else Path(name).expanduser()
 
@@ -87,7 +87,7 @@ def cast_bytes(config: TrainConfig) -> float:
 def _count(folder: Path) -> tuple[float, float, float, float] | None:
     """Counts weights: in the layers' matrices, in other tensors, in the largest stack, and in fp8.
 
-    Returns None if the folder's files are not readable safetensors; loading them raises the error.
+    Returns None if the folder has no readable safetensors files with layers; loading them raises the error.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -110,7 +110,10 @@ def _count(folder: Path) -> tuple[float, float, float, float] | None:
 
 
 def check_memory(at: Machine, config: TrainConfig, replicas: int) -> Check:
-    """Checks that host memory holds a model per replica at the start: else the kernel kills a replica (SIGKILL)."""
+    """Checks that host memory holds a model per replica at the start: else the kernel kills a replica (SIGKILL).
+
+    "ok" also if the model's size is not known; "skipped" if the free memory is not known.
+    """
     free = free_memory(at)
     if free is None:
         return Check("Host memory", "skipped", "/proc/meminfo does not say")

@@ -106,7 +106,7 @@ class Machine:
             return answer.read(65536).decode(errors="replace") if answer.status == http.client.OK else None
 
     def tpus(self) -> list[str]:
-        """Lists the chips on the PCI bus, such as ["v5e", "v5e"], without opening them."""
+        """Lists the known TPU chips on the PCI bus, such as ["v5e", "v5e"], without opening them."""
         devices = sorted((self.root / "sys/bus/pci/devices").glob("*"))
         names = [str(device.relative_to(self.root)) for device in devices]
         ids = [self.read(f"{name}/device") for name in names if self.read(f"{name}/vendor") == _GOOGLE]
@@ -152,12 +152,13 @@ class Machine:
         return holders
 
     def command(self, pid: int) -> str:
-        """Returns the command line of a process, shortened."""
+        """Returns the command line of a process, at most 90 characters; empty if /proc does not show it."""
         line = " ".join(self.read(f"proc/{pid}/cmdline").replace("\0", " ").split()) or self.read(f"proc/{pid}/comm")
         return line if len(line) <= 90 else line[:87] + "..."
 
 
 def _link(path: Path) -> str:
+    """Returns the target of a symbolic link; empty if it cannot be read."""
     with contextlib.suppress(OSError):
         return os.readlink(path)
     return ""
@@ -174,7 +175,8 @@ def check_python(machine: Machine) -> Check:
 def check_packages(machine: Machine, on_tpu: bool, on_torch_tpu: bool = False) -> Check:
     """Checks that the versions of torch, torch_xla, libtpu and jax work together: others fail at import.
 
-    With `on_torch_tpu` (`launch.device_type=torch-tpu`) it checks torch_tpu instead of torch_xla.
+    Only warns of untested transformers and peft. `on_tpu`: whether the run needs torch_xla's TPU; without it, a missing
+    torch_xla is no failure. `on_torch_tpu` (`launch.device_type=torch-tpu`) checks torch_tpu instead of torch_xla.
     """
     have = {name: version for name in PACKAGES if (version := machine.version(name))}
     found = " ".join(f"{name} {version}" for name, version in have.items()) or "torch is not installed"
@@ -218,6 +220,7 @@ def check_packages(machine: Machine, on_tpu: bool, on_torch_tpu: bool = False) -
 
 
 def _tested_line(packages: Iterable[str]) -> str:
+    """Returns the pip command that installs the last tested minor version of packages in `TESTED`."""
     return install_line({package: f"{TESTED[package][1]}.*" for package in packages})
 
 
@@ -254,7 +257,7 @@ def restart() -> str:
 
 
 def check_tpu(machine: Machine, asked: bool) -> Check:
-    """Checks that this user can open the chips on the PCI bus."""
+    """Checks that this user can open the chips on the PCI bus; without chips, fails only if `asked` for."""
     tpus, nodes = machine.tpus(), machine.nodes()
     named = next(filter(None, map(machine.environ.get, TPU_NAMES)), None)
     if not tpus:
@@ -274,7 +277,7 @@ def check_tpu(machine: Machine, asked: bool) -> Check:
 
 
 def check_gpu(machine: Machine, wanted: bool, seen: int) -> Check:
-    """Checks that PyTorch sees the GPUs of NVIDIA's driver: otherwise `device_type=auto` trains on the CPU.
+    """Checks that PyTorch sees the GPUs of NVIDIA's driver, or warns: `device_type=auto` would train on the CPU.
 
     Args:
         machine: a machine with GPUs.
@@ -351,7 +354,7 @@ def preset_per_process(machine: Machine) -> list[str]:
 
 
 def unset(names: Sequence[str]) -> str:
-    """Returns the command that removes environment variables."""
+    """Returns the shell command that removes environment variables, in a notebook's kernel the Python statement."""
     if in_kernel():  # a shell command cannot change its environment
         return f"import os; [os.environ.pop(name, None) for name in {list(names)}], then restart the kernel"
     return f"unset {' '.join(names)}"
@@ -374,7 +377,7 @@ def check_settings(machine: Machine) -> Check:
 
 
 def verdict(checks: Sequence[Check], device_type: str, at: Machine | None = None) -> str:
-    """Summarises checks: the first failure to fix, or else the use that the devices are ready for, and warnings."""
+    """Summarises checks: the first failure to fix, or else the use that `device_type` is ready for, and warnings."""
     if first := next((check for check in checks if check.status == "failure"), None):
         return f"Not ready. Fix this first: {first.name}: {first.found}\n→ {first.fix}"
     ready = {"tpu": "train on this TPU", "cuda": "train on this GPU"}.get(device_type, "rehearse on this CPU")

@@ -126,6 +126,7 @@ KAGGLE_OUTPUT_BYTES = 20e9
 
 
 def _chip(name: str, table: dict[str, Any]) -> Chip:
+    """Makes a chip from its table in chips.toml; removes entries from the table."""
     sizes = [*table.pop("slice_sizes", []), *range(64, table.pop("largest_slice", 0) + 1, 64)]
     one_host, config, topologies = table.pop("chips_per_host", 0), table.pop("chip_config_name", None), {}
     for shape in table.pop("topologies", "").split():
@@ -142,6 +143,7 @@ CHIPS: Mapping[str, Chip] = MappingProxyType({name: _chip(name, table) for name,
 
 
 def _plain(name: str) -> str:
+    """Returns a name in lower case, with a space for any white space, "_" and "-"."""
     return re.sub(r"[\s_-]+", " ", name.strip().lower())
 
 
@@ -171,7 +173,7 @@ def parse_accelerator_type(name: str) -> tuple[Chip, int]:
     """Returns the chip and the number of chips of a slice name, such as "v4-32", "v5litepod-8", "v5e-8" or "v6e-256".
 
     Raises:
-        ValueError: not a TPU slice name, or no slice has that size; the text has the number's unit and nearest names.
+        ValueError: not a TPU slice name, an unknown chip, or no slice has that size; the text has the nearest names.
     """
     match = re.fullmatch(r"(.+?)[-_](\d+)", name.strip())
     if match is None:

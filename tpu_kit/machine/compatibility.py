@@ -94,8 +94,8 @@ def installed_version(package: str) -> str | None:
 def code_of(name: str) -> bytes:
     """Returns the source of the user's function "module:function", to detect changes of it.
 
-    Concatenates the files of its module and of all imported modules in the same folder or package. Empty if the
-    function has no file, because a notebook's cell defines it.
+    Imports its module, and concatenates the files of it and of all modules that it imports from the same folder or
+    package. Empty if the function has no file, because a notebook's cell defines it.
     """
     if name.startswith("__main__:"):
         return b""
@@ -182,7 +182,7 @@ def untested(version: Version) -> dict[str, str]:
 
 
 def other_transformers() -> str:
-    """Advises the newest tested transformers for a model that fails; empty if that is installed."""
+    """Returns the end of an error text that advises the newest tested transformers; empty if that is installed."""
     now, last = installed_version("transformers") or "0", TESTED["transformers"][1]
     if _minor(now) == _minor(last):
         return ""

@@ -61,7 +61,7 @@ def is_path(name: str, source: str) -> bool:
 
 
 def check_files(config: TrainConfig) -> Check:
-    """Checks that the local files and folders that the run reads exist."""
+    """Checks that the local files and folders that the run reads exist; the fix has the nearest name there."""
     texts, fixes = [], []
     read = [("data.source", str(one.source)) for one in config.data.by_source]
     for name, source in [*((name, config[name]) for name in _SOURCES), *read]:
@@ -79,7 +79,10 @@ def check_files(config: TrainConfig) -> Check:
 
 
 def check_hub(at: Machine, config: TrainConfig) -> Check:
-    """Checks that the Hugging Face hub answers and that this user may download the model; never shows the token."""
+    """Checks that the Hugging Face hub answers and that this user may download the model; never shows the token.
+
+    "skipped" if the kit is offline or the run needs nothing from a hub that does not answer; a refused model fails.
+    """
     name, model, settings = "Hugging Face hub", config.model.name, hub.settings()
     if settings is None:
         return Check(name, "skipped", "huggingface_hub is not installed")
@@ -127,7 +130,7 @@ def check_wandb(at: Machine, config: TrainConfig) -> Check:
 
 
 def chips_of(device_type: str, replicas: int) -> tuple[str | None, int]:
-    """Returns the name of this machine's chip in `chips.CHIPS`, and the number of chips that `replicas` replicas use.
+    """Returns the name of this machine's chip in `chips.CHIPS`, and the number of chips of `replicas` replicas.
 
     The name is None for a CPU and for an unknown chip; a replica then counts as a chip.
     """

@@ -30,7 +30,7 @@ def head(url: str, token: str | None = None, seconds: float = _ASKING) -> tuple[
     """Sends a HEAD request with huggingface_hub's proxies and certificates, without following redirects.
 
     Returns:
-        The status and "", or None and the reason.
+        The HTTP status and "", or None and the reason if there is no answer within `seconds`.
     """
     outcome: list[tuple[int | None, str]] = [(None, f"no answer in {seconds:g} s")]
     headers = {"Authorization": f"Bearer {token}"} if token else {}
@@ -52,7 +52,7 @@ def head(url: str, token: str | None = None, seconds: float = _ASKING) -> tuple[
 
 
 def endpoint() -> str:
-    """Returns the URL of the hub."""
+    """Returns the URL of the hub; a name for messages if huggingface_hub is not installed."""
     return str(settings().ENDPOINT) if settings() else "the Hugging Face hub"
 
 
@@ -61,7 +61,7 @@ def ask_hub_once() -> None:
 
     Otherwise Hugging Face's libraries try six times per file: 24 s if connections are refused, 66 s without an answer.
     Child processes inherit the result; the hub is tried again after five minutes. Sends no request if the user has set
-    HF_HUB_OFFLINE, even to 0.
+    HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE, even to 0.
     """
     before = os.environ.get(_ASKED)
     if before is None and {"HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"} & os.environ.keys():
@@ -78,6 +78,7 @@ def ask_hub_once() -> None:
 
 
 def _set_offline(offline: bool) -> None:
+    """Sets HF_HUB_OFFLINE to 1 or removes it, also in the loaded modules that have read it."""
     os.environ.pop("HF_HUB_OFFLINE", None)
     if offline:
         os.environ.update(HF_HUB_OFFLINE="1")

@@ -93,7 +93,7 @@ class TargetSlice:
 
 
 def services(names: Sequence[str]) -> list[str]:
-    """Replaces names of notebook services by the slices that they offer for free, as in "Colab v6e-1"."""
+    """Replaces names of notebook services by the slices that they offer for free, as in "Colab v6e-1"; keeps others."""
     free = {service.lower(): [f"{service} {each}" for each in slices] for service, slices in chips.FREE_SLICES.items()}
     return [slice_name for name in names for slice_name in free.get(name.strip().lower(), [name.strip()])]
 
@@ -135,7 +135,7 @@ def find_slice(name: str, num_replicas: int | None) -> TargetSlice:
 
 
 def _slices(name: str) -> tuple[int, str]:
-    """Splits "2xv5e-8" into the number of slices and the name of a slice."""
+    """Splits "2xv5e-8" into the number of slices, by default 1, and the name of a slice; raises ValueError for 0."""
     match = re.fullmatch(r"(?:(\d+)x)?(.*)", name.strip())
     assert match is not None
     if match[1] and int(match[1]) < 1:
@@ -145,6 +145,8 @@ def _slices(name: str) -> tuple[int, str]:
 
 def find_topology(name: str, num_replicas: int) -> tuple[Chip, Topology]:
     """Finds the chip and the topology to compile for by a name such as "v5e", "v5e:2x4" or "2xv5e:8x8" (two slices).
+
+    A chip's name means its smallest topology with `num_replicas` devices.
 
     Raises:
         ValueError: no such chip or topology, the compiler does not know the chip, or there are too few devices.

@@ -18,7 +18,7 @@ _LEAST = 16 * MIB  # smallest upload that is measured: a smaller upload takes mo
 
 
 class Rate(NamedTuple):
-    """An upload rate and the source of the figure."""
+    """An upload rate and the source of the figure, as text."""
 
     bytes_per_second: float
     source: str
@@ -37,7 +37,7 @@ def keep_rate(size: int, seconds: float) -> None:
 
 
 def upload_rate() -> Rate:
-    """Returns the measured rate, or the assumed one."""
+    """Returns the stored rate of this machine, or `ASSUMED` if there is none."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         saved = json.loads(_path().read_text())
         if (rate := float(saved["bytes_per_second"])) > 0:
@@ -46,5 +46,6 @@ def upload_rate() -> Rate:
 
 
 def _path() -> Path:
+    """Returns the path of the file with the rate in the user's cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     return cache / "tpu_kit" / "upload.json"

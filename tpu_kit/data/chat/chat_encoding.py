@@ -77,7 +77,7 @@ class Encoder(PromptEncoder):
     layout: Layout
 
     def conversation(self, row: Mapping[str, Any]) -> Conversation:
-        """Reads a row; raises RowError. Arguments of tool calls are objects, or JSON text if the template needs that."""
+        """Reads a row; may raise RowError. Arguments of tool calls are objects, or JSON if the template needs that."""
         talk = conversation(row, self.layout, self.config)
         if talk.images:
             talk = talk._replace(images=tuple(map(self.images.files.picture, talk.images)))

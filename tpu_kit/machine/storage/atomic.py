@@ -60,7 +60,7 @@ def replacing(path: Path, *, shared: bool = False, durable: bool = False) -> Ite
 
 
 def write_text(path: Path, text: str, *, shared: bool = False) -> None:
-    """Writes a UTF-8 text file atomically."""
+    """Writes a UTF-8 text file atomically, in an existing folder; `shared` as in `replacing`."""
     with replacing(path, shared=shared) as part:
         part.write_text(text, encoding="utf-8")
 
@@ -78,6 +78,7 @@ def sync(path: Path) -> None:
 
 
 def _remove(path: Path) -> None:
+    """Removes a file or a whole folder, if it exists; ignores errors in a folder."""
     if path.is_dir():
         shutil.rmtree(path, ignore_errors=True)
     elif path.exists():
@@ -85,6 +86,6 @@ def _remove(path: Path) -> None:
 
 
 def error_number(error: Exception) -> int:
-    """Returns the errno of a system error; errors of Rust libraries have it only in their text."""
+    """Returns the errno of a system error, by default EIO; errors of Rust libraries have it only in their text."""
     number = None if isinstance(error, OSError) else re.search(r"os error (\d+)", str(error))
     return int(number[1]) if number else getattr(error, "errno", None) or errno.EIO

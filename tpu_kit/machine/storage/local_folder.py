@@ -85,10 +85,11 @@ def make_folder(path: Path) -> None:
 
 
 def _unless_gone(error: OSError) -> None:
+    """Raises an error of `os.walk`, except for a folder that does not exist."""
     if not isinstance(error, FileNotFoundError):
         raise error
 
 
 def open_folder(place: Path | str) -> LocalFolder | ObjectFolder:
-    """Opens a path as `LocalFolder`, a URL as `ObjectFolder`."""
+    """Opens a path as `LocalFolder`, a URL as `ObjectFolder`, with its errors."""
     return ObjectFolder(str(place)) if is_url(place) else LocalFolder(Path(place))

@@ -36,7 +36,7 @@ def leads_out(name: str) -> bool:
 
 
 def join(place: Path | str, *names: str) -> Path | str:
-    """Joins names to a URL or a Path; returns the same kind."""
+    """Joins names to a place; returns a text for a URL, else a Path."""
     return "/".join([str(place).rstrip("/"), *names]) if is_url(place) else Path(place, *names)
 
 
@@ -138,7 +138,7 @@ class ObjectFolder:
             self._files.pipe_file(f"{self._root}/{name}", content)
 
     def put(self, file: Path, name: str) -> None:
-        """Uploads a file. A broken upload leaves no object and is repeated once."""
+        """Uploads a file as object `name`. A broken upload leaves no object and is repeated once."""
         options = {"chunksize": PART_BYTES} if self.url.startswith(("gs://", "gcs://")) else {}
         for last in (False, True):
             try:
@@ -150,7 +150,7 @@ class ObjectFolder:
                     raise
 
     def get(self, name: str, file: Path) -> None:
-        """Downloads an object."""
+        """Downloads an object to `file`, in an existing folder."""
         try:
             with self._explained(name):
                 self._files.get_file(f"{self._root}/{name}", str(file))
@@ -161,7 +161,7 @@ class ObjectFolder:
             raise OSError(error.errno, f"{text}: free space there, or set TMPDIR to another disk's folder") from error
 
     def copy(self, name: str, to: ObjectFolder) -> None:
-        """Copies an object to another folder of the same store, without a download."""
+        """Copies an object, under the same name, to another folder of the same store, without a download."""
         with self._explained():
             self._files.cp_file(f"{self._root}/{name}", f"{to._root}/{name}")
 
@@ -173,6 +173,7 @@ class ObjectFolder:
 
     @contextlib.contextmanager
     def _explained(self, name: str | None = None) -> Iterator[None]:
+        """Raises the errors of a block by `_explain`; with the `name` of an object, keeps FileNotFoundError."""
         try:
             yield
         except (FileExistsError, *_BUGS):
@@ -205,7 +206,7 @@ class ObjectFolder:
 
 
 def upload(folder: Path, url: str) -> None:
-    """Uploads all files of a folder and its subfolders to an object store; keeps other objects there."""
+    """Uploads all files of a folder and its subfolders below a URL; keeps other objects there; raises OSError."""
     target = ObjectFolder(url)
     for path in sorted(folder.rglob("*")):
         if path.is_file():
@@ -242,7 +243,7 @@ def at_hand(place: Path | str, *names: str) -> Iterator[Path]:
 
 
 def _filesystem(scheme: str) -> Callable[[], Any]:
-    """Returns the constructor of a scheme's file system; raises ValueError if its package is missing."""
+    """Returns the constructor of a scheme's file system; raises ValueError if its package is missing or unknown."""
     # By default gcsfs queries a second service for each bucket; only zonal buckets need that.
     os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs a traceback of each error that it raises

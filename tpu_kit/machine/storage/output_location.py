@@ -32,7 +32,7 @@ class Place:
 
 
 def find_place(config: TrainConfig, at: Machine | None = None) -> Place:
-    """Chooses a run's output folder on the machine `at` (default: this machine), or checks its `output_dir`."""
+    """Chooses a run's output folder on the machine `at` (default: this machine); an `output_dir` that is set stays."""
     at = at or Machine()
     given = config.output_dir
     if given is not None and "://" in given:
@@ -46,6 +46,7 @@ def find_place(config: TrainConfig, at: Machine | None = None) -> Place:
 
 
 def _on_colab(given: str | None, run_name: str, at: Machine) -> Place:
+    """Returns the place on Colab: `given`, or else Google Drive if it is mounted, or else a folder that is deleted."""
     drives = _drives(at)
     own = next((drive / "MyDrive" for drive in drives if (drive / "MyDrive").is_dir()), None)
     if given is None and own is not None:
@@ -67,6 +68,7 @@ def _drives(at: Machine) -> list[Path]:
 
 
 def _on_kaggle(given: str | None, run_name: str, at: Machine) -> Place:
+    """Returns the place on Kaggle: `given`, or else a folder in /kaggle/working, which Kaggle can keep."""
     working = at.root / _WORKING
     inside = given is None or os.path.abspath(given).startswith(str(working))
     place = str(working / "runs" / run_name) if given is None else given
@@ -112,6 +114,7 @@ def fetch_run(place: Place, run_name: str, at: Machine | None = None) -> None:
 
 
 def _copy(path: Path, to: Path) -> None:
+    """Copies a file or folder to a new path, without permissions."""
     if path.is_dir():
         to.mkdir()
         for inner in path.iterdir():
@@ -121,7 +124,7 @@ def _copy(path: Path, to: Path) -> None:
 
 
 def _checkpoints_below(folder: Path, depth: int = 0) -> list[Path]:
-    """Finds the folders that hold checkpoints, without searching inside of them."""
+    """Finds the folders that hold checkpoints, without searching inside of them or folders that cannot be read."""
     if _steps(folder):
         return [folder]
     inner = []
@@ -140,12 +143,15 @@ def _name_of(checkpoints: Path) -> str:
 
 
 def _steps(checkpoints: Path) -> list[str]:
-    """Lists the names of the checkpoints by step."""
+    """Lists the names of the checkpoints with a manifest, by step; empty if there is no such folder."""
     return sorted(path.parent.name for path in checkpoints.glob("step-*/manifest.json"))
 
 
 def resolve_output_dir(config: TrainConfig, at: Machine | None = None) -> TrainConfig:
-    """Sets `output_dir` by `find_place` and copies a run from Kaggle's inputs; prints the reason and any warning."""
+    """Returns `config` with the `output_dir` of `find_place`; prints the reason and any warning.
+
+    Unless `checkpoint.resume` is "never", copies the run's checkpoints from Kaggle's inputs (`fetch_run`).
+    """
     place = find_place(config, at)
     print(f"writes to        {place.output_dir}: {place.reason}", flush=True)
     if config.checkpoint.resume != "never":
@@ -156,7 +162,7 @@ def resolve_output_dir(config: TrainConfig, at: Machine | None = None) -> TrainC
 
 
 def make_output_folder(config: TrainConfig, *, dry: bool = False) -> Path:
-    """Makes the run's folder, with `dry` only checks that it can be made; raises ValueError if it is not writable."""
+    """Makes and returns the run's folder; `dry` only checks that it can be made. Raises ValueError if not writable."""
     folder = config.output_path
     try:
         if not dry:
@@ -171,7 +177,7 @@ def make_output_folder(config: TrainConfig, *, dry: bool = False) -> Path:
 
 
 def set_results_aside(config: TrainConfig) -> None:
-    """Moves the adapter and eval.json of an earlier training to `<output_dir>/results.previous`, deleting its content.
+    """Moves the adapter and eval.json of an earlier training to `<output_dir>/results.previous`, emptied before.
 
     If the new training ends early, an older adapter or its answers must not pass for its results. In an object store
     the adapter stays, because adapter and config.yaml there must belong to the same run; only eval.json is removed.

@@ -20,7 +20,10 @@ AUTO = "auto"
 
 
 def names_run(place: str) -> bool:
-    """Whether a command's argument is a run, not a configuration file."""
+    """Whether a command's argument is a run: a URL, a folder, or a config.yaml beside an adapter or checkpoints.
+
+    A folder with the name of a shipped configuration means the configuration.
+    """
     if is_url(place):
         return True
     path = Path(place).expanduser()
@@ -30,7 +33,7 @@ def names_run(place: str) -> bool:
 
 
 def run_config(run: Run, overrides: Sequence[str] = ()) -> TrainConfig:
-    """Reads a run's configuration and sets its `output_dir` to the run's folder, unless overrides name another.
+    """Reads a run's configuration; sets `output_dir` to its folder unless overrides set output_dir or run_name.
 
     Raises:
         ConfigError: as `load_config`; or the run has no configuration.

@@ -64,7 +64,7 @@ def adapter_of(place: Path | str) -> Path | str:
 
 @contextlib.contextmanager
 def adapter_at_hand(place: Path | str | None) -> Iterator[Path | None]:
-    """Yields the local folder of the adapter that `adapter_of` finds, or a temporary copy; None for None."""
+    """Yields the local folder of the adapter that `adapter_of` finds, or a temporary copy of a URL's; None for None."""
     if place is None:
         yield None
         return
@@ -73,18 +73,22 @@ def adapter_at_hand(place: Path | str | None) -> Iterator[Path | None]:
 
 
 def unfinished(run: Path | str) -> str:
-    """Advice for a run without an adapter: continue it, or use its newest checkpoint."""
+    """Returns advice for a run without an adapter: continue it, or use its newest checkpoint, if it is local."""
     steps = [] if is_url(run) else sorted(Path(run).glob(f"{CHECKPOINTS}/step-*[0-9a-f]"))
     newest = f", or give its newest checkpoint, {steps[-1]}" if steps else ""
     return f"the run has not ended: continue it{newest}"
 
 
 def _name(place: Path | str) -> str:
+    """Returns the last part of a path or URL."""
     return str(place).rpartition("/")[2]
 
 
 def names_in(place: Path | str) -> set[str]:
-    """Lists the names in a folder or at a URL; folder names end in "/"."""
+    """Returns the names in a folder or at a URL; folder names end in "/". Empty if there is no such folder.
+
+    Raises ValueError if the object store cannot be read.
+    """
     if is_url(place):
         try:
             found = ObjectFolder(str(place)).list()
@@ -96,7 +100,7 @@ def names_in(place: Path | str) -> set[str]:
 
 
 def _near(place: Path | str) -> str:
-    """Lists the runs in a folder, or else its entries, for an error text."""
+    """Returns advice for an error text: the runs in a folder, or else its entries."""
     if is_url(place):
         names = sorted(names_in(place))
     elif not Path(place).is_dir():
