@@ -114,8 +114,7 @@ def best_fill(lengths: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndar
         row_length: tokens per row.
 
     Returns:
-        The document numbers in the order of the rows, each document once, and the number of documents per row (both
-        int64).
+        The document numbers in the order of the rows, and the number of documents per row (both int64).
     """
     by_length = np.argsort(lengths, kind="stable")
     unique, starts = np.unique(lengths[by_length], return_index=True)
@@ -128,11 +127,9 @@ def filled_rows(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Assigns documents to rows by a rule for the fullest row; returns the same two arrays as `best_fill`.
 
-    Args:
-        by_size: document numbers, sorted by size, smallest first.
-        starts: index in `by_size` of the first document of every size.
-        fullest: takes the number of documents left of every size, and the index of the largest size left. Returns the
-            documents of the next row as index of size -> number, with at least one of the largest size.
+    `by_size` has document numbers, smallest first; `starts` has the index in it of the first document of every size.
+    `fullest(left, largest)` takes the number of documents left of every size, and the index of the largest size left.
+    It returns the documents of the next row as index of size -> number, with at least one of the largest size.
     """
     taken, left = starts.tolist(), np.diff(np.r_[starts, len(by_size)]).tolist()
     rows: list[np.ndarray] = []
@@ -253,9 +250,7 @@ class PackedDataset:
     def column(self, values: np.ndarray) -> Callable[[np.ndarray], torch.Tensor]:
         """Makes an entry of `columns` from a number per token: (tokens,), of all documents in order, without gaps.
 
-        Returns:
-            A function of row numbers (-1 for an empty row) that returns a CPU tensor (rows, length) of the dtype of
-            `values`, 0 in empty slots.
+        It takes row numbers (-1 is empty), and returns a CPU tensor (rows, length) like `values`, 0 in empty slots.
         """
         starts = np.cumsum(self.documents.lengths) - self.documents.lengths
 
@@ -290,7 +285,7 @@ class PackedDataset:
         return digest.hexdigest()
 
     def tensors(self, rows: np.ndarray) -> dict[str, torch.Tensor]:
-        """Returns rows as CPU tensors.
+        """Returns rows as CPU tensors; raises BatchError if `further` does, as for damaged pictures.
 
         Args:
             rows: row numbers; -1 gives an empty row (no segment, no label).
@@ -299,9 +294,6 @@ class PackedDataset:
             input_ids, labels and position_ids, int64 (rows, length), and segment_ids, int32 for TPU attention kernels:
             1, 2, ... for the documents of a row and 0 in empty slots. Labels are the input ids where tokens carry loss,
             else -100, and are not shifted. Also the tensors of `columns`, by name, and the tensors that `further` adds.
-
-        Raises:
-            BatchError: as `further.add`, for example for damaged pictures.
         """
         shape = (len(rows), self.length)
         ids, labels = np.full(shape, self.pad_id, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
@@ -443,19 +435,13 @@ def too_few_rows(dataset_rows: int, plan: BatchPlan) -> str:
 
 
 def rows_of(update: Update, dataset_rows: int, data: DataConfig, grouping: Grouping | None = None) -> np.ndarray:
-    """Returns the numbers of the packed rows of an update over all replicas and passes: (update.rows,) int64.
-
-    `dataset_rows` is the number of all packed rows; `data` has the seed and whether they are shuffled.
-    """
+    """Returns the row numbers of an update, of `dataset_rows` packed rows: (rows of all replicas and passes,) int64."""
     order = permutation(dataset_rows, data.seed, update.epoch, data.shuffle, grouping)
     return order[update.first_row : update.first_row + update.rows]
 
 
 def shard_rows(rows: np.ndarray, update: Update, plan: BatchPlan, shards: Sequence[int]) -> np.ndarray:
-    """Returns the part of `rows` (`rows_of`) for some shards: (passes, len(shards) * plan.batch_size) int64.
-
-    `shards` are numbers of replicas, or on a mesh of shards of the batch, below `plan.num_replicas`.
-    """
+    """Returns the part of `rows` (`rows_of`) for data shards by number: (passes, shards * plan.batch_size) int64."""
     return rows.reshape(update.passes, plan.num_replicas, plan.batch_size)[:, shards].reshape(update.passes, -1)
 
 

@@ -57,8 +57,7 @@ class Questions(NamedTuple):
     def read(cls, run: Path | str) -> Questions | None:
         """Reads the questions of a run's folder or URL; None without the file.
 
-        Raises:
-            ValueError: the file is damaged or from another version of the kit, or the object store cannot be read.
+        Raises ValueError if it is damaged or of another version of the kit, or if the object store cannot be read.
         """
         with at_hand(run, QUESTIONS) as folder:
             path = folder / QUESTIONS

@@ -67,10 +67,7 @@ class Mixed(Tokenized):
 
     @classmethod
     def of(cls, parts: Sequence[Tokenized], names: tuple[str, ...]) -> Mixed:
-        """Joins sources named `names`.
-
-        `rows` and `encoder` are taken from the first source whose turns the chat template renders, or else the first.
-        """
+        """Joins sources; takes rows and encoder from the first whose turns the chat template renders, or the first."""
         starts = np.cumsum([0, *(len(part.rows) for part in parts)])[:-1]
         firsts = np.cumsum([0, *(len(part.documents) for part in parts)])[:-1]
         names_of_arrays = ("full_lengths", "whole_lengths", "questions", "users", "special", "earlier", "reasoning")
@@ -135,8 +132,8 @@ def tokenize_sources(
     Args:
         data: the section.
         tokenizer: the tokenizer; its chat template may change, as in `opened_source`.
-        split: split of all sources for evaluation, overriding theirs. It keeps only the first of sources with the
-            same rows; without a split they are an error.
+        split: split of all sources for evaluation, overriding theirs; only the first of sources with the same rows is
+            kept then. Without a split, such sources are an error.
         like: layouts of the training rows, by source.
         processor: as in `opened_source`.
 
@@ -200,8 +197,7 @@ class Epoch(NamedTuple):
     def packed(self, fill: Callable[[np.ndarray], Packed]) -> tuple[Packed, Grouping | None]:
         """Packs the documents by group; `fill` packs some documents and returns their indices in its argument.
 
-        Returns:
-            The packing, with numbers of `documents`, and the order of the packed rows; None shuffles all together.
+        Returns the packing, with numbers of `documents`, and the order of packed rows by group; None without `order`.
         """
         if self.groups is None:
             order, counts = fill(self.documents)
@@ -258,10 +254,7 @@ def epoch_of(tokens: Tokenized, used: np.ndarray, data: DataConfig) -> Epoch:
 
 
 def _chosen(tokens: Mixed, documents: np.ndarray, data: DataConfig) -> list[np.ndarray]:
-    """Returns the document numbers of an epoch by source, from `documents`, repeated by weights and shares.
-
-    Raises ValueError, with all problems, if a source has no document or gets none.
-    """
+    """Returns the documents of an epoch by source, repeated by weights and shares; ValueError if a source has none."""
     rows, lengths = tokens.documents.source_rows, tokens.documents.lengths
     sources = tokens.mix.of(rows[documents])
     of_source = [documents[sources == source] for source in range(len(data.mix))]
@@ -306,7 +299,7 @@ def _chosen(tokens: Mixed, documents: np.ndarray, data: DataConfig) -> list[np.n
 
 
 def _copies(documents: np.ndarray, rows: np.ndarray, whole: int, more: int, seed: int) -> np.ndarray:
-    """Repeats `documents` `whole` times, and the documents of `more` random rows once more; `rows` are by document."""
+    """Repeats `documents` `whole` times, and the documents of `more` random rows once more; `rows` is by document."""
     again = documents[np.isin(rows[documents], _drawn(rows[documents], seed)[:more])]
     return np.concatenate([np.tile(documents, whole), again])
 
@@ -429,9 +422,9 @@ class SourceCounts(NamedTuple):
 
 
 def count_sources(tokens: Tokenized, used: np.ndarray, documents: np.ndarray) -> tuple[SourceCounts, ...]:
-    """Counts an epoch by source; empty without a mix.
+    """Counts an epoch's `documents` (numbers, with repeats) by source, and compares with the mask `used` of documents.
 
-    `used` masks the documents that may be trained; `documents` has the document numbers of the epoch, with repeats.
+    Returns an empty tuple without a mix.
     """
     if not isinstance(tokens, Mixed):
         return ()

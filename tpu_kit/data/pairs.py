@@ -178,10 +178,7 @@ def _with_partners(tokens: Tokenized) -> Tokenized:
     """Pairs every labelled reply with the reply of another row as the rejected reply to the same prompt.
 
     KTO estimates its divergence on such mismatched pairs, without a gradient. The other row depends on the seed and the
-    number of rows; a training row may get the reply of a held-out row.
-
-    Raises:
-        ValueError: there is only one row.
+    number of rows; a training row may get the reply of a held-out row. Raises ValueError for a single row.
     """
     documents = tokens.documents
     assert documents.pairs is not None
@@ -218,10 +215,8 @@ def _flat(documents: Documents) -> tuple[np.ndarray, np.ndarray]:
 def as_units(tokens: Tokenized, shares: bool) -> tuple[Tokenized, PairCounts]:
     """Makes units of at most `data.max_length` tokens from tokenised pairs; leaves out pairs with nothing to learn.
 
-    Truncates the end of the longer reply first, and never the prompt. With `shares`, the prompt is in a unit once.
-
-    Returns:
-        The usable pairs, whose `documents.pairs` has the fields of `Unit`, and counts of all pairs.
+    Truncates the end of the longer reply first, and never the prompt. With `shares`, a unit has a single prompt.
+    Returns the units, whose `documents.pairs` has the fields of `Unit`, and counts of all pairs.
 
     Raises:
         ValueError: no pair is left, or there is a single labelled row.
@@ -276,10 +271,7 @@ def as_units(tokens: Tokenized, shares: bool) -> tuple[Tokenized, PairCounts]:
 
 
 def as_chosen(tokens: Tokenized) -> Tokenized:
-    """Makes documents of at most `data.max_length` tokens, without pairs, from the chosen (or good labelled) replies.
-
-    Adds a note to the layout, for the report.
-    """
+    """Makes documents of up to `data.max_length` tokens from the chosen (or good labelled) replies."""
     documents, encoder = tokens.documents, tokens.encoder
     assert documents.pairs is not None
     whole = documents.pairs[:, PairTokens._fields.index("chosen")].astype(np.int64)
@@ -381,9 +373,9 @@ class PairColumns:
     def _fill(
         self, here: dict[str, np.ndarray], number: int, pair: int, segment: int, ids: np.ndarray, mask: np.ndarray
     ) -> int:
-        """Writes unit `number`, pair `pair` of its row, into `here`, the parts of all tensors that it covers.
+        """Writes unit `number`, pair `pair` of its row, to its slots `here`; counts on from `segment`, returns its end.
 
-        `segment` is the last segment number before it; returns the last number in it. `ids` and `mask` are its tokens.
+        `ids` and `mask` are the unit's tokens and loss mask.
         """
         unit = Unit(*self.units[number].tolist())
         first, second = unit.prefix, unit.prefix + unit.chosen

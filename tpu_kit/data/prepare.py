@@ -219,8 +219,7 @@ def prepare(
         pairs: layout of units for pairs of replies; None for rows with a single reply.
 
     Raises:
-        ValueError: rows, columns, files or settings are wrong, or no row is left to train or to evaluate; the text
-            names them.
+        ValueError: rows, columns, files or settings are wrong, or no row is left; the text names them.
     """
     if config.source == SYNTHETIC:
         return _synthetic(config, vocab_size)
@@ -310,10 +309,7 @@ def _fingerprint_of(packed: PackedDataset, config: DataConfig) -> str:
 
 
 def _synthetic(config: DataConfig, vocab_size: int | None) -> Prepared:
-    """Makes rows of `max_length` random tokens that all carry loss; they depend only on the seed and the sizes.
-
-    The split has their number (`synthetic_rows`). Raises ValueError for another split, or without `vocab_size`.
-    """
+    """Makes `synthetic_rows` rows of `max_length` random tokens with loss from the seed; needs `vocab_size`."""
     if vocab_size is None:
         raise ValueError("data.source=synthetic needs the size of the model's vocabulary, which is not known here")
     count, length = synthetic_rows(config.split), config.max_length
@@ -357,6 +353,8 @@ def _pack(
 ) -> tuple[PackedDataset, DataReport, Epoch]:
     """Applies `data.too_long` to the chosen documents, arranges them in an epoch, and packs the epoch.
 
+    Returns the packed rows, the report, and the epoch, whose document numbers are indices in `tokens`.
+
     Args:
         tokens: the documents.
         chosen: bool (documents,), whether a document is chosen.
@@ -364,9 +362,6 @@ def _pack(
         slots: largest number of image slots of any document.
         room: image slots of a row, if known.
         **counts: further counts of the report.
-
-    Returns:
-        The packed rows, the report, and the epoch, whose document numbers are indices in `tokens`.
 
     Raises:
         ValueError: no chosen document is left with loss, or `data.too_long` is "error" and a document is too long.

@@ -82,9 +82,7 @@ class Bits:
 
 
 class Joined:
-    """A sequence of arrays that is read like their concatenation, in slices with start and stop that are not empty.
-
-    A slice within a NumPy array is a view of it; other slices are copies.
+    """Arrays that are read like their concatenation, in slices with start and stop; within an array they are views.
 
     Attributes:
         parts: flat arrays or `Bits`, in order.
@@ -272,11 +270,7 @@ def opened_source(
 
 
 def tokenized(opened: Opened) -> Tokenized:
-    """Tokenises the rows of a source into the cache of `datasets`, or reads their tokens from there.
-
-    Raises:
-        ValueError: as `check_rows`, for rows that cannot be read or encoded.
-    """
+    """Tokenises a source into the cache of `datasets`, or reads it from there; raises ValueError as `check_rows`."""
     source, rows, encoder = opened.source, opened.rows, opened.encoder
     config, processor = encoder.config, encoder.images and encoder.images.processor
     skip = config.on_bad_row == "skip"
@@ -364,10 +358,8 @@ def encoder_of(
 ) -> Encoder:
     """Makes the encoder of rows by their columns and values; arguments as in `opened_source`.
 
-    For chats, may set the tokenizer's chat template (`ensure_chat_template`) or change it (`open_reasoning`).
-
-    Raises:
-        ValueError: the columns fit no format, a setting does not fit the rows, or the tokenizer lacks an eos token.
+    For chats, may set the tokenizer's chat template (`ensure_chat_template`) or change it (`open_reasoning`). Raises
+    ValueError if the columns fit no format, a setting does not fit the rows, or the tokenizer lacks an eos token.
     """
     columns = [column for column in rows.column_names if column not in (LOCATION, PROBLEM)]
     try:

@@ -79,10 +79,7 @@ def check_files(config: TrainConfig) -> Check:
 
 
 def check_hub(at: Machine, config: TrainConfig) -> Check:
-    """Checks that the Hugging Face hub answers and that this user may download the model; never shows the token.
-
-    "skipped" if the kit is offline or the run needs nothing from a hub that does not answer; a refused model fails.
-    """
+    """Checks that the Hugging Face hub answers, if the run needs it, and that this user may download the model."""
     name, model, settings = "Hugging Face hub", config.model.name, hub.settings()
     if settings is None:
         return Check(name, "skipped", "huggingface_hub is not installed")

@@ -78,11 +78,7 @@ class ChatDocuments:
         return [whole]
 
     def _prompt(self, i: int) -> str:
-        """Returns the prompt of reply `i`, the index of its message.
-
-        Raises:
-            RowError: the prompt closes the reasoning, and the reply has reasoning; or as `PromptEncoder.render`.
-        """
+        """Returns the prompt of the reply at message `i`; raises RowError if it closes the reasoning that `i` has."""
         if i not in self._prompts:
             self._prompts[i] = self._encoder.render(self._messages[:i], self._tools, prompt=True)
         if self._is_closed(self._prompts[i], i):
@@ -102,7 +98,7 @@ class ChatDocuments:
     def _whole(self) -> Document | None:
         """Renders the whole chat as a document; None if a reply in it differs from its rendering as the last turn.
 
-        Without a stop token, also returns None unless the last message is the only reply with loss.
+        None also for a template without a stop token, unless the last message is the only reply with loss.
 
         Renders the chat up to a reply only for replies 0, 1, 2, 4, 8, ... and the last reply. Other replies are
         compared in a chat of a few turns with the previous reply, so that the time is linear in the chat's length.
@@ -214,9 +210,9 @@ class ChatDocuments:
         return prompt.rstrip().endswith(self._config.think_open)
 
     def _alone(self, i: int) -> Document:
-        """Returns the chat up to reply `i` as a document, in the first form that keeps the reasoning.
+        """Returns the chat up to reply `i` as a document: in the first form that keeps the reasoning, or else appended.
 
-        Raises RowError if the reply calls tools and the template renders it after another prompt in all forms.
+        Raises RowError if the reply calls tools, and in all forms the template renders it after another prompt.
         """
         message, reasoning, config = self._messages[i], self._reasoning[i], self._config
         content = str(message.get("content") or "")
@@ -253,10 +249,7 @@ class ChatDocuments:
         return Document(text, [(len(prompt), len(text))], [reasoning])
 
     def _check_said(self, text: str, messages: list[dict[str, Any]], first: int) -> None:
-        """Raises RowError if a rendering of messages lacks a tool, a tool call or a content (apart from reasoning).
-
-        Does not check the contents of replies before message `first`.
-        """
+        """Raises RowError if a text lacks a tool, a call or a content, except reasoning and replies before `first`."""
         for i, message in enumerate(messages):
             said = message["content"] if isinstance(message.get("content"), str) else ""
             if message["role"] == "assistant":

@@ -151,8 +151,7 @@ class Encoder(PromptEncoder):
     def documents(self, talk: Conversation) -> list[Document]:
         """Renders a conversation as documents; every reply with loss has loss in exactly one document.
 
-        Raises:
-            RowError: the conversation cannot be rendered, or the chat template leaves out a part of it.
+        Raises RowError if it cannot be rendered, or if the chat template leaves out a part of it.
         """
         if isinstance(talk.messages, str):
             text, reasoning = talk.messages, reasoning_of(talk.messages[talk.first :], self.config)
@@ -172,10 +171,7 @@ class Encoder(PromptEncoder):
         return [self._continuation(talk)] if talk.begun else ChatDocuments(self, talk).documents()
 
     def _continuation(self, talk: Conversation) -> Document:
-        """Renders a chat whose last reply begins in the prompt; the rest of the reply carries loss.
-
-        Raises RowError if the rendering does not begin with the prompt.
-        """
+        """Renders a chat whose last reply begins in the prompt; only the rest has loss. RowError if it does not fit."""
         assert not isinstance(talk.messages, str)
         prompt, text = self.prompt(talk), self.render(talk.messages, talk.tools)
         if not text.startswith(prompt):

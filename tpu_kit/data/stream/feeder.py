@@ -38,7 +38,7 @@ _ENDED = "ended"  # file with the reason why the process has ended
 
 @contextlib.contextmanager
 def feeding(stream: TextStream, place: Place) -> Iterator[TextStream]:
-    """Starts the process at a place; yields the stream with its folder of shards; then ends and deletes both."""
+    """Starts the process; yields the stream with the folder that replicas read; ends it, deletes the folder."""
     cache = Path(datasets_config.HF_DATASETS_CACHE) / "tpu_kit"
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="stream-", dir=cache, ignore_cleanup_errors=True) as name:

@@ -85,9 +85,9 @@ def open_stream(config: DataConfig, tokenizer: Any) -> tuple[TextStream, list[Re
 
 
 def _head(shards: Shards, held: int, most: int, target: Path) -> Dataset:
-    """Returns up to `most` first rows of the first JSON or CSV shard as `load_rows`, mapped from the new file `target`.
+    """Returns the first rows of the first JSON or CSV shard as `load_rows`, mapped from the new file `target`.
 
-    Ends after 1 MiB of rows behind the first `held` rows. Raises ShardError if no row can be read.
+    Takes `held` rows and up to 1 MiB more, but at most `most` rows. Raises ShardError if no row can be read.
     """
     first, records, size = shards.all[0], list[Record](), 0
     for record in shards.records(first, ()):

@@ -162,9 +162,9 @@ class Shards:
         return Dataset(pa.Table.from_batches(tables).slice(0, rows))
 
     def _batches(self, shard: Shard, columns: Sequence[str] | None) -> Iterator[tuple[int, pa.RecordBatch]]:
-        """Yields batches of rows of a parquet shard, with the number of their first row in the file; None: all columns.
+        """Yields batches of rows of a parquet shard, after the number of their first row in the file.
 
-        Raises ValueError for an unreadable file, and ShardError if a column is missing.
+        `columns=None` means all. Raises ValueError if the file cannot be read, or lacks a column.
         """
         path, part, parts = shard.file.path, shard.part, shard.file.parts
         with self.system.open(path, "rb") as stream:

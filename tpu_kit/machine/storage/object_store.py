@@ -243,7 +243,7 @@ def at_hand(place: Path | str, *names: str) -> Iterator[Path]:
 
 
 def _filesystem(scheme: str) -> Callable[[], Any]:
-    """Returns the constructor of a scheme's file system; raises ValueError if its package is missing or unknown."""
+    """Returns the constructor of a scheme's file system; raises ValueError if it is unknown or lacks its package."""
     # By default gcsfs queries a second service for each bucket; only zonal buckets need that.
     os.environ.setdefault("GCSFS_EXPERIMENTAL_ZB_HNS_SUPPORT", "false")
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs a traceback of each error that it raises

@@ -85,10 +85,7 @@ def _name(place: Path | str) -> str:
 
 
 def names_in(place: Path | str) -> set[str]:
-    """Returns the names in a folder or at a URL; folder names end in "/". Empty if there is no such folder.
-
-    Raises ValueError if the object store cannot be read.
-    """
+    """Returns the names in a folder, if it exists, or at a URL (else ValueError); folder names end in "/"."""
     if is_url(place):
         try:
             found = ObjectFolder(str(place)).list()
