@@ -19,7 +19,7 @@ from tpu_kit.model.weights.source import read_config
 
 
 def seeing(config: TrainConfig) -> TrainConfig:
-    """Returns the run with `model.images`; raises ValueError if the model has no vision part."""
+    """Returns a copy of the run with model.images=true; raises ValueError if the model has no vision part."""
     if getattr(read_config(config.model, needed=True), "vision_config", None) is None:
         raise ValueError(
             f"a prompt has a picture, and model.name={config.model.name} has no vision part: name a model that has, "
@@ -29,11 +29,11 @@ def seeing(config: TrainConfig) -> TrainConfig:
 
 
 def carried(prompt: Any, files: PictureFiles | None = None) -> Any:
-    """Returns a chat in which bytes replace paths of pictures and PIL pictures.
+    """Returns a copy of a chat in which bytes replace pictures: paths, addresses, data URLs and PIL pictures.
 
     Args:
-        prompt: a list of messages, or a mapping with "messages" and optionally "images".
-        files: opens the pictures; None: any file of this computer may be opened.
+        prompt: a list of messages, or a mapping with "messages" and optionally "images"; a mapping gets "images".
+        files: opens the pictures; None: any file of this computer may be opened, relative to the working directory.
 
     Raises:
         RowError: a picture cannot be opened or used.
@@ -68,7 +68,7 @@ def carried(prompt: Any, files: PictureFiles | None = None) -> Any:
 
 
 def _check_places(number: int, asked: Mapping[str, Any]) -> None:
-    """Raises ValueError if a prompt marks places for pictures and has another number of pictures."""
+    """Raises ValueError if prompt `number` marks places for pictures, and its "images" are not as many."""
     contents = [message.get("content") for message in asked["messages"]]
     parts = [part for content in contents for part in (content if isinstance(content, list) else [{"text": content}])]
     told = [part for part in parts if isinstance(part, Mapping)]
@@ -87,10 +87,11 @@ def encode(config: TrainConfig, tokenizer: Any, prompts: Sequence[Any]) -> list[
     Args:
         config: a run with `model.images`.
         tokenizer: tokenizer of the model or of its adapter.
-        prompts: texts, chats from `carried`, or token ids; only chats are changed.
+        prompts: texts, chats from `carried`, or token ids; texts and token ids are returned unchanged.
 
     Raises:
-        ValueError: the kit cannot use pictures with the model, or a chat cannot be rendered.
+        ValueError: the kit cannot use pictures with the model, a chat has more or fewer pictures than places, or it
+            cannot be rendered; names the prompt's number, from 0.
     """
     processor = image_processor(config.model, tokenizer, config.data)
     columns = {"prompt": "messages", "images": "images", "tools": "tools"}

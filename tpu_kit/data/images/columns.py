@@ -31,8 +31,8 @@ class ImageCounts(NamedTuple):
 
     Attributes:
         pictures: pictures in the used documents.
-        documents: documents with pictures.
-        tokens: soft tokens of pictures.
+        documents: used documents with pictures.
+        tokens: soft tokens of these pictures.
         slots: used image slots.
         room: image slots of a row.
         rows: packed rows.
@@ -48,7 +48,7 @@ class ImageCounts(NamedTuple):
     dropped: int
 
     def lines(self, all_tokens: int) -> list[str]:
-        """Returns the lines of the report."""
+        """Returns the two lines of the report; `all_tokens` are the tokens of the used documents, text included."""
         share = self.tokens / all_tokens
         tiles = f" in {self.slots:,} tiles" if self.slots != self.pictures else ""
         dropped = f"; {self.dropped:,} more dropped with documents that were too long" if self.dropped else ""
@@ -71,7 +71,7 @@ class _Source(NamedTuple):
 
 
 class ImageColumns:
-    """Makes the image tensors of packed rows; picklable.
+    """Makes the image tensors of packed rows; picklable. Pictures are opened and decoded anew for every batch.
 
     Args:
         tokens: the `Tokenized` of the documents.
@@ -93,6 +93,7 @@ class ImageColumns:
         self._start()
 
     def _start(self) -> None:
+        """Sets the state that is not pickled: no threads yet, and no row counted as broken."""
         self._lock = threading.Lock()
         self._pool: ThreadPoolExecutor | None = None
         self._broken = set[int]()
@@ -105,20 +106,21 @@ class ImageColumns:
         self._start()
 
     def pictures(self, row: int, count: int | None = None) -> list[Any]:
-        """Returns the first `count` pictures of a row, or all, as PIL's; raises RowError if one cannot be decoded."""
+        """Decodes the first `count` pictures of data set row `row`, or all, as PIL's RGB; may raise RowError."""
         images, source = self._images(row, count)
         return [source.encoding.files.decoded(image) for image in images]
 
     def _images(self, row: int, count: int | None) -> tuple[tuple[Any, ...], _Source]:
-        """Returns the undecoded first `count` images of a row, and its source."""
+        """Returns the first `count` images of data set row `row`, or all, undecoded paths or bytes; and its source."""
         first, source = self._part(row)
         return conversation(source.rows[int(row) - first], source.layout, source.config).images[:count], source
 
     def _part(self, row: int) -> tuple[int, _Source]:
+        """Returns the source of row `row`, counted over all sources, after the number of the source's first row."""
         return next(part for part in reversed(self._parts) if part[0] <= row)
 
     def with_pictures(self, ids: list[int], documents: Documents, number: int) -> list[int]:
-        """Returns the ids of document `number`, as `PicturedIds` if it has pictures."""
+        """Returns `ids`, which belong to document `number`, as `PicturedIds` if it has pictures; opens no picture."""
         slots = self.images.of(number).tolist()
         if not slots:
             return ids
@@ -126,21 +128,23 @@ class ImageColumns:
         return PicturedIds(ids, images, slots, source.encoding.files, self._processor)
 
     def fingerprint(self) -> bytes:
-        """Returns a hash of all pictures and of their processor."""
+        """Returns bytes to hash: the processor's `identity`, and counts and digests of all documents' pictures."""
         images = self.images
         arrays = (images.pictures, images.slots, images.tokens, images.digests)
         return self._processor.identity.encode() + b"".join(one.tobytes() for one in arrays)
 
     def add(self, dataset: PackedDataset, rows: np.ndarray, tensors: dict[str, torch.Tensor]) -> None:
-        """Adds the image tensors of some rows; a document whose pictures cannot be decoded gets no loss.
+        """Adds the image tensors of some rows, with the names and shapes of `vision.columns_of`.
+
+        A document whose pictures cannot be decoded keeps zeros as pixels and gets no loss; prints a warning.
 
         Args:
             dataset: the packed documents of the images.
-            rows: row numbers; -1 is an empty row.
-            tensors: result of `PackedDataset.tensors`, changed in place.
+            rows: numbers of packed rows; -1 is an empty row.
+            tensors: result of `PackedDataset.tensors`, changed in place, its labels too.
 
         Raises:
-            BatchError: more rows have damaged pictures than `MOST_BROKEN` and `BROKEN_SHARE` allow.
+            BatchError: more data set rows with damaged pictures so far than `MOST_BROKEN` and `BROKEN_SHARE` allow.
         """
         processor = self._processor
         for name, (shape, dtype) in vision.columns_of(processor.sizes, self.room, dataset.length).items():
@@ -174,12 +178,14 @@ class ImageColumns:
                 tensors["axis_positions"][i, :, here] = torch.from_numpy(axes)
 
     def _threads(self) -> ThreadPoolExecutor:
+        """Returns the pool of at most 8 decoding threads, started at the first call."""
         with self._lock:  # replicas may be threads of one process
             if self._pool is None:
                 self._pool = ThreadPoolExecutor(min(8, len(os.sched_getaffinity(0))), thread_name_prefix="decode")
             return self._pool
 
     def _pixels(self, documents: Documents, number: int) -> tuple[np.ndarray, np.ndarray | None] | RowError:
+        """Returns `pixels_of` for document `number`, or the RowError that it raises."""
         try:
             images, source = self._images(documents.source_rows[number], int(self.images.pictures[number]))
             return pixels_of(images, self.images.of(number).tolist(), source.encoding.files, self._processor)
@@ -187,6 +193,7 @@ class ImageColumns:
             return error
 
     def _count_broken(self, row: int, error: RowError) -> None:
+        """Counts data set row `row` as damaged, once, and prints a warning; raises BatchError if there are too many."""
         with self._lock:
             if row in self._broken:  # counted in an earlier epoch
                 return
@@ -202,15 +209,16 @@ class ImageColumns:
 def packed_with_images(
     documents: Documents, tokens: Any, epoch: Any, pad_id: int, at_least: int, room: int | None
 ) -> tuple[PackedDataset, ImageCounts]:
-    """Packs documents with images into rows of at most K image slots.
+    """Packs documents with images into rows of at most K image slots; returns them with counts, `dropped` being 0.
 
     Args:
-        documents: the used documents.
+        documents: the used documents, with `images`.
         tokens: their `Tokenized`.
         epoch: the `mixing.Epoch` of their numbers.
         pad_id: as in `PackedDataset`.
         at_least: maximum of image slots of a document that is packed, now or later.
-        room: K, if it is known.
+        room: K, if it is known; None: `data.images_per_row` or, if that is null too, `fewest_images` with packing and
+            `at_least` without.
 
     Raises:
         ValueError: a document has more images or tiles than `data.images_per_row`.

@@ -31,9 +31,9 @@ class ImageEncoding:
         self._takes_text: dict[str, bool] = {}  # by chat template
 
     def in_parts(self, messages: list[dict[str, Any]], tokenizer: Any) -> list[dict[str, Any]]:
-        """Turns contents with images into lists of parts, as chat templates for images expect them.
+        """Turns texts with `messages.IMAGE` into lists of parts of type image and text, as chat templates expect them.
 
-        If the template does not accept plain text (SmolVLM's), all contents become lists.
+        Returns new messages. If the template does not accept plain text (SmolVLM's), all texts become lists.
         """
         template = str(tokenizer.chat_template)
         if template not in self._takes_text:
@@ -45,6 +45,7 @@ class ImageEncoding:
         return [self._in_parts(message, self._takes_text[template]) for message in messages]
 
     def _in_parts(self, message: dict[str, Any], takes_text: bool) -> dict[str, Any]:
+        """Returns a message with its text in parts; unchanged if it has none, or no image and `takes_text`."""
         content = message.get("content")
         if not isinstance(content, str) or (takes_text and IMAGE not in content):
             return message
@@ -61,13 +62,13 @@ class ImageEncoding:
         Args:
             ids: token ids of a rendered chat, or of its beginning.
             mask: whether an id has loss.
-            pictures: pictures of the whole chat.
+            pictures: pictures of the whole chat, in order; those after the last image token are left out.
 
         Returns:
-            Ids, mask, and the soft tokens of the slots of every picture in the ids.
+            Ids, mask, and for every picture in the ids the number of soft tokens of its slots.
 
         Raises:
-            RowError: there are more image tokens than pictures.
+            RowError: there are more image tokens than pictures, or a picture takes too many tokens.
         """
         image, left = self.processor.place_id, iter(pictures)
         found, loss, slots = list[int](), list[bool](), list[list[int]]()
@@ -86,7 +87,7 @@ class ImageEncoding:
         return found, loss, slots
 
     def prompt(self, ids: Sequence[int], pictures: Sequence[Picture]) -> list[int]:
-        """Expands the image tokens of a prompt; returns `PicturedIds` if it has pictures.
+        """Expands the image tokens of a prompt; returns `PicturedIds` if it has image tokens, else a list of the ids.
 
         Raises:
             RowError: as `expanded`.
@@ -104,6 +105,10 @@ class ImageEncoding:
         Args:
             pictures: pictures of the document.
             slots: soft tokens of the slots of every picture.
+
+        Returns:
+            "slots" (soft tokens of all slots), "pictures" (their number), "digest" (an int64 hash of them), and "files"
+            and "stamps" of the pictures that are files.
         """
         digest = hashlib.blake2b("".join(one.digest for one in pictures).encode(), digest_size=8).digest()
         files = [one for one in pictures if one.file]
@@ -128,7 +133,7 @@ class DocumentImages:
 
     @classmethod
     def read(cls, columns: Any) -> DocumentImages:
-        """Reads the images from an Arrow table of tokenized documents with `ImageEncoding.columns`."""
+        """Returns the images of an Arrow table of tokenized documents with the columns of `ImageEncoding.columns`."""
         tokens = columns["slots"].combine_chunks().flatten().to_numpy(zero_copy_only=False)
         slots = pc.list_value_length(columns["slots"]).to_numpy().astype(np.int64)
         pictures, digests = (columns[name].to_numpy(zero_copy_only=False) for name in ("pictures", "digest"))
@@ -140,10 +145,10 @@ class DocumentImages:
         return DocumentImages(self.pictures[keep], self.slots[keep], tokens, self.digests[keep])
 
     def joined(self, several: Sequence[DocumentImages]) -> DocumentImages:
-        """Concatenates the images of `several`, whose first element is this object."""
+        """Returns the images of `several`, concatenated; this object takes part only as an element of `several`."""
         names = ("pictures", "slots", "tokens", "digests")
         return DocumentImages(*(np.concatenate([getattr(one, name) for one in several]) for name in names))
 
     def of(self, document: int) -> np.ndarray:
-        """Returns the soft tokens of the slots of a document."""
+        """Returns the soft tokens of the slots of document number `document`, int32 (slots,); empty without images."""
         return self.tokens[self._ends[document] - self.slots[document] : self._ends[document]]

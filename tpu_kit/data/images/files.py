@@ -41,9 +41,9 @@ class Picture(NamedTuple):
     Attributes:
         height: in pixels, after EXIF's rotation.
         width: likewise.
-        digest: hash of the bytes; for a file, hash of its length and of its first and last bytes.
-        file: path or address; empty for bytes of a row.
-        stamp: changes with the content of the file; see `PictureFiles.stamps`.
+        digest: hash (hex) of the bytes; for a file, of its length and its first and last 32 KiB.
+        file: absolute path or address; empty for bytes and data URLs.
+        stamp: text that changes with the content of the file; empty without a file.
         source: path, address or bytes, as `PictureFiles` opens them.
     """
 
@@ -59,6 +59,9 @@ class Picture(NamedTuple):
 class PictureFiles:
     """Opens the pictures of a source of rows.
 
+    A picture is a path, an address (gs://, hf://), a data URL, bytes, or a mapping with one of these as "bytes", "path"
+    or "url".
+
     Attributes:
         folder: folder or address of the rows, the base of relative paths; empty if the rows are in no folder.
     """
@@ -67,7 +70,7 @@ class PictureFiles:
 
     @classmethod
     def beside(cls, source: str) -> PictureFiles:
-        """Returns the `PictureFiles` of a source of rows."""
+        """Returns the opener for `source`, a file, folder, pattern or address of rows; other names have no folder."""
         if "://" in source and source.partition("://")[0] not in LocalFileSystem.protocol:
             return cls(_before_pattern(source).rpartition("/")[0])
         path = LocalFileSystem._strip_protocol(source)
@@ -78,10 +81,10 @@ class PictureFiles:
         return cls(os.path.dirname(start) if os.path.isfile(path) or start != path else "")
 
     def picture(self, source: Any) -> Picture:
-        """Reads the header of a picture.
+        """Reads the header of a picture, without decoding its pixels.
 
         Raises:
-            RowError: the picture cannot be opened or used.
+            RowError: the picture cannot be opened, or is not allowed: its place, format, size, mode or animation.
         """
         name, place = name_of(source), self._place(source)
         with self._opened(source) as file, _described(name):
@@ -99,15 +102,15 @@ class PictureFiles:
             return Picture(height, width, digest.hexdigest(), place, _stamp_of(file) if place else "", source)
 
     def read(self, source: Any) -> bytes:
-        """Returns the bytes of a picture's file; raises RowError if it cannot be opened."""
+        """Returns the undecoded bytes of a picture; raises RowError if it cannot be opened, and checks nothing else."""
         with self._opened(source) as file:
             return file.read()
 
     def decoded(self, source: Any) -> Any:
-        """Decodes a picture to RGB in PIL: rotated by its EXIF orientation, with white behind transparent parts.
+        """Returns a picture as PIL's RGB: rotated by its EXIF orientation, with white behind transparent parts.
 
         Raises:
-            RowError: the picture cannot be opened or decoded.
+            RowError: as `picture`, or the picture cannot be decoded.
         """
         from PIL import Image, ImageOps
 
@@ -122,7 +125,7 @@ class PictureFiles:
             return image.convert("RGB")
 
     def stamps(self, files: Sequence[str]) -> list[str]:
-        """Returns the current stamps of `Picture.file` paths; an unknown stamp is empty.
+        """Returns the current `Picture.stamp` of every path or address in `files`; empty if it cannot be found out.
 
         Lists the folders of a store instead of requesting single objects.
         """
@@ -139,7 +142,7 @@ class PictureFiles:
 
     @contextlib.contextmanager
     def _opened(self, source: Any) -> Iterator[BinaryIO]:
-        """Opens the bytes of a picture; raises RowError if that fails."""
+        """Opens the bytes of a picture, closed after the context; raises RowError if it may not or cannot be read."""
         source = _plain(source)
         if isinstance(source, bytes):
             yield io.BytesIO(source)
@@ -169,12 +172,15 @@ class PictureFiles:
             yield file
 
     def _place(self, source: Any) -> str:
-        """Returns the path or address of a picture; empty for bytes."""
+        """Returns the path or address of a picture, empty for bytes and data URLs; raises RowError as `_address`."""
         source = _plain(source)
         return self._address(source) if isinstance(source, str) and not source.startswith("data:") else ""
 
     def _address(self, source: str) -> str:
-        """Returns the path or address of a file; raises RowError if it may not be read."""
+        """Returns the real path or the address of a file; raises RowError if it may not be read.
+
+        Addresses must be gs:// or hf://; paths must lie below `folder` or the cache of Hugging Face, links followed.
+        """
         name = name_of(source)
         if source.startswith(("http://", "https://")):
             raise RowError(f"image {name}: images are not fetched from the web; download them first")
@@ -204,6 +210,7 @@ class PictureFiles:
 
 
 def _before_pattern(source: str) -> str:
+    """Returns `source` up to its first *, ? or [."""
     return re.split(r"[*?[]", source, maxsplit=1)[0]
 
 
@@ -214,21 +221,21 @@ def _stamp_of(file: BinaryIO) -> str:
 
 
 def _stamp(about: os.stat_result | Mapping[str, Any]) -> str:
-    """Returns a stamp from a file's status, or from a store's details of an object."""
+    """Returns size and time of a file's status, or size and hash of a store's details of an object, as a text."""
     if isinstance(about, os.stat_result):
         return f"{about.st_size} {about.st_mtime_ns}"
     return f"{about.get('size')} {about.get('etag') or about.get('blob_id')}"
 
 
 def _plain(source: Any) -> Any:
-    """Returns the bytes or the text of an image; mappings are from `datasets` or addresses in OpenAI's format."""
+    """Returns the bytes, path or url of a mapping, None without any; byte arrays as bytes; other values unchanged."""
     if isinstance(source, Mapping):
         source = next((source[name] for name in ("bytes", "path", "url") if source.get(name)), None)
     return bytes(source) if isinstance(source, bytearray | memoryview) else source
 
 
 def name_of(source: Any) -> str:
-    """Returns a short name of a picture for errors."""
+    """Returns a name of a picture for errors: its path or address, at most 60 characters, or "of N bytes"."""
     own = source.get("path") if isinstance(source, Mapping) else None
     plain = own or _plain(source)
     if isinstance(plain, bytes):
@@ -248,7 +255,10 @@ def _described(name: str) -> Iterator[None]:
 
 
 def _image(file: BinaryIO, name: str) -> Any:
-    """Opens a picture in PIL, which reads only its header; raises RowError if it cannot be used."""
+    """Opens a picture in PIL, which reads only its header.
+
+    Raises RowError for formats not in `FORMATS`, more than `MOST_PIXELS`, more than 8 bits a channel, and animations.
+    """
     from PIL import Image, UnidentifiedImageError
 
     try:
@@ -270,7 +280,7 @@ def _image(file: BinaryIO, name: str) -> Any:
 
 
 def _orientation(image: Any) -> int | None:
-    """Returns the EXIF orientation from a picture's header; PNG's own `getexif` would decode the pixels first."""
+    """Returns the EXIF orientation in a picture's header, or None; PNG's own `getexif` would decode the pixels."""
     from PIL import Image
 
     found: int | None = Image.Image.getexif(image).get(_ORIENTATION)
@@ -278,4 +288,5 @@ def _orientation(image: Any) -> int | None:
 
 
 def _too_large() -> str:
+    """Returns the part of an error text for pictures of more than `MOST_PIXELS`."""
     return f"more than {MOST_PIXELS:,}; make it smaller, as the model would"

@@ -11,13 +11,13 @@ ENOUGH = 0.98
 
 
 def fewest_images(lengths: np.ndarray, images: np.ndarray, row_length: int, at_least: int) -> int:
-    """Returns a small K, at least `at_least`, with which rows are nearly as full as without a limit.
+    """Returns a small K, at least `at_least`, that needs at most 1 / `ENOUGH` times the rows of an unlimited packing.
 
     Args:
         lengths: (documents,) tokens, 1 to `row_length`.
         images: (documents,) image slots.
         row_length: tokens of a row.
-        at_least: maximum of image slots of a document.
+        at_least: lower bound of K, not less than the image slots of any document.
     """
     whole = len(best_fill(lengths, row_length)[1])
     most, step = max(at_least, -(-int(images.sum()) // whole)), 1
@@ -48,7 +48,10 @@ def best_fill_of_images(
 
 
 def _fullest(sizes: list[tuple[int, int]], left: list[int], largest: int, row_length: int, most: int) -> dict[int, int]:
-    """Returns index in `sizes` -> number of documents that fill a row best, with at least 1 for `largest`."""
+    """Returns index in `sizes` -> number of documents that together fill a row best, with at least 1 for `largest`.
+
+    `sizes` are (tokens, image slots), ascending; `left` has the remaining documents by size; `largest` is an index.
+    """
     room, spare = row_length - sizes[largest][0], most - sizes[largest][1]
     whole = (1 << room + 1) - 1
     reach, stages = [1] + [0] * spare, list[tuple[int, list[int]]]()  # bit s of reach[k]: k images and s tokens

@@ -1,8 +1,8 @@
 """Makes the tokens of a picture, from its size alone, and its pixels, mostly by transformers' PIL processors.
 
-A picture takes one or more slots of a row. A slot holds the pixels and soft tokens of one image of the vision tower: a
-picture in Gemma 4, a tile in SmolVLM and Idefics3. Processors scale bytes by 1 / 255, so pixels stay bytes until they
-are on the device.
+A picture takes one or more slots of a row. A slot holds the pixels and soft tokens of one image of the vision tower:
+the picture in Gemma and Qwen; a tile or the whole, smaller picture in SmolVLM, Idefics3 and LFM2-VL. Pixels stay bytes,
+0 to 255, until they are on the device, which scales them by 1 / 255 and normalizes them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ImageProcessor(abc.ABC):
 
     Attributes:
         sizes: sizes of a slot.
-        settings: settings of the model's own processor, from its files.
+        settings: settings of transformers' processor, from the model's files and `data.image_tokens`.
         token: text that a chat template writes for an image.
         token_id: id of soft tokens, and of `token` unless `place_id` differs.
     """
@@ -59,27 +59,37 @@ class ImageProcessor(abc.ABC):
 
     @property
     def place_id(self) -> int:
-        """The id of the text that a chat template writes for an image."""
+        """The id of `token`, the text that a chat template writes for an image: `token_id`, except in Gemma 3."""
         return self.token_id
 
     def shown(self, text: str) -> str:
-        """Returns a rendered chat with the text that transformers' processor adds around the places of images."""
+        """Returns a rendered chat; in Gemma 3 with two line breaks before and after every `token`, else unchanged."""
         return text
 
     @abc.abstractmethod
     def tokens(self, height: int, width: int) -> tuple[list[int], list[int]]:
-        """Returns the ids of a picture, and the number of soft tokens per slot."""
+        """Returns a picture's tokens from its size in pixels; raises RowError if it would take too many.
+
+        Returns:
+            The ids that replace `place_id` in a chat, markers included, and the number of soft tokens of each slot.
+        """
 
     @abc.abstractmethod
     def pixels(self, image: Image) -> tuple[np.ndarray, np.ndarray | None]:
-        """Returns pixels (slots, patches, numbers) uint8 and positions (slots, patches, 2) int32 of an RGB picture."""
+        """Returns pixels (slots, patches, numbers) uint8 and positions (slots, patches, 2) int32 of an RGB picture.
+
+        Positions are column and row of a patch, -1 for padding; None if slots are never padded (Gemma 3, Idefics3).
+        """
 
     @abc.abstractmethod
     def for_transformers(self, images: list[Image], ids: list[int]) -> dict[str, Any]:
-        """Returns the tensors that transformers' processor makes of pictures, for `forward` with `ids`."""
+        """Returns arguments of transformers' `forward` by name, such as pixel_values, for RGB pictures of a prompt.
+
+        `ids` are the prompt's ids, soft tokens included; the result does not contain them.
+        """
 
     def axes(self, ids: np.ndarray, slots: Sequence[int], positions: np.ndarray) -> np.ndarray:
-        """Returns positions in time, row and column, (3, S) int32, for a rotary embedding in three axes.
+        """Returns positions in time, row and column, (3, S) int32, for a rotary embedding in three axes; only in Qwen.
 
         Args:
             ids: (S,) of a document or a prompt.
@@ -90,7 +100,7 @@ class ImageProcessor(abc.ABC):
 
     @property
     def identity(self) -> str:
-        """A hash of everything that determines tokens and pixels."""
+        """A hash (hex) of class, sizes, settings, `token_id`, and versions of this code, transformers and pillow."""
         packages = [version("transformers"), version("pillow")]
         parts = [_VERSION, type(self).__name__, list(self.sizes), dict(self.settings), self.token_id, packages]
         text = json.dumps(parts, sort_keys=True, default=str)
@@ -99,7 +109,7 @@ class ImageProcessor(abc.ABC):
 
 @dataclass(frozen=True)
 class Gemma4(ImageProcessor):
-    """Gemma 4: scales a picture to at most `sizes.tokens` soft tokens, and keeps its aspect ratio.
+    """Gemma 4: scales a picture, up or down, to at most `sizes.tokens` soft tokens, and keeps its aspect ratio.
 
     Attributes:
         begin: id of the token before the soft tokens.
@@ -114,7 +124,7 @@ class Gemma4(ImageProcessor):
     pool: int
 
     def tokens(self, height: int, width: int) -> tuple[list[int], list[int]]:
-        """See `ImageProcessor.tokens`."""
+        """Returns `begin`, the soft tokens that the size in pixels gives, and `end`; and [number of soft tokens]."""
         from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size
 
         patches = self.sizes.tokens * self.pool**2
@@ -130,13 +140,13 @@ class Gemma4(ImageProcessor):
         return Gemma4ImageProcessorPil(**{**self.settings, **options})
 
     def pixels(self, image: Image) -> tuple[np.ndarray, np.ndarray | None]:
-        """See `ImageProcessor.pixels`."""
+        """Returns patches (1, patches, numbers) uint8 and their column and row (1, patches, 2), -1 for padding."""
         made = self._processor(images=[image], do_rescale=False, do_normalize=False, return_tensors="np")
         pixels, positions = np.asarray(made["pixel_values"]), np.asarray(made["image_position_ids"])
         return pixels.astype(np.uint8), positions.astype(np.int32)
 
     def for_transformers(self, images: list[Image], ids: list[int]) -> dict[str, Any]:
-        """See `ImageProcessor.for_transformers`."""
+        """Returns pixel_values and image_position_ids of pictures, and mm_token_type_ids (1, S): 1 at soft tokens."""
         made = self._processor(images=images, return_tensors="pt")
         types = torch.tensor([ids]).eq(self.token_id).long()
         return {name: made[name] for name in ("pixel_values", "image_position_ids")} | {"mm_token_type_ids": types}
@@ -146,8 +156,10 @@ class Gemma4(ImageProcessor):
 class Idefics3(ImageProcessor):
     """SmolVLM and Idefics3: scales a picture and cuts it into tiles; the whole picture follows as the last tile.
 
+    A small picture, or any picture if settings["do_image_splitting"] is false, has only the whole picture.
+
     Attributes:
-        ids: text around tiles -> ids.
+        ids: markers of tiles and line breaks between them -> their ids.
         patch: side of a patch in pixels.
         kind: "smolvlm" or "idefics3".
     """
@@ -164,7 +176,7 @@ class Idefics3(ImageProcessor):
         return (SmolVLMImageProcessorPil if self.kind == "smolvlm" else Idefics3ImageProcessorPil)(**self.settings)
 
     def tokens(self, height: int, width: int) -> tuple[list[int], list[int]]:
-        """See `ImageProcessor.tokens`."""
+        """Returns markers and soft tokens of all tiles, row by row, the whole picture last; and their soft tokens."""
         _, rows, columns = self._processor.get_number_of_image_patches(height, width)
         count = self.sizes.tokens
         soft, around = [self.token_id] * count, self.ids
@@ -177,14 +189,14 @@ class Idefics3(ImageProcessor):
         return ids, [count] * (rows * columns + 1)
 
     def pixels(self, image: Image) -> tuple[np.ndarray, np.ndarray | None]:
-        """See `ImageProcessor.pixels`."""
+        """Returns patches (tiles, patches, numbers) uint8, with the whole picture last, and None for positions."""
         made = self._processor(images=[[image]], do_rescale=False, do_normalize=False, return_tensors="np")
         pixels = np.asarray(made["pixel_values"])[0]  # (slots, channels, height, width)
         assert np.asarray(made["pixel_attention_mask"]).all(), "each tile fills its square"
         return patches_of(pixels, self.patch), None
 
     def for_transformers(self, images: list[Image], ids: list[int]) -> dict[str, Any]:
-        """See `ImageProcessor.for_transformers`."""
+        """Returns pixel_values and pixel_attention_mask of the tiles of a prompt's pictures; ignores `ids`."""
         made = self._processor(images=[images], return_tensors="pt")
         return {name: made[name] for name in ("pixel_values", "pixel_attention_mask")}
 
@@ -205,15 +217,15 @@ class Gemma3(ImageProcessor):
 
     @property
     def place_id(self) -> int:
-        """See `ImageProcessor.place_id`."""
+        """The id of `token`: `begin`, as chat templates of Gemma 3 write only the begin of an image."""
         return self.begin
 
     def shown(self, text: str) -> str:
-        """See `ImageProcessor.shown`."""
+        """Returns a rendered chat with two line breaks before and after every `token`."""
         return text.replace(self.token, f"\n\n{self.token}\n\n")
 
     def tokens(self, height: int, width: int) -> tuple[list[int], list[int]]:
-        """See `ImageProcessor.tokens`."""
+        """Returns `begin`, the soft tokens and `end`, and [`sizes.tokens`], whatever the picture's size."""
         return [self.begin, *[self.token_id] * self.sizes.tokens, self.end], [self.sizes.tokens]
 
     @cached_property
@@ -223,12 +235,12 @@ class Gemma3(ImageProcessor):
         return Gemma3ImageProcessorPil(**self.settings)
 
     def pixels(self, image: Image) -> tuple[np.ndarray, np.ndarray | None]:
-        """See `ImageProcessor.pixels`."""
+        """Returns patches (1, patches, numbers) uint8, and None for positions."""
         made = self._processor(images=[image], do_rescale=False, do_normalize=False, return_tensors="np")
         return patches_of(np.asarray(made["pixel_values"]), self.patch), None
 
     def for_transformers(self, images: list[Image], ids: list[int]) -> dict[str, Any]:
-        """See `ImageProcessor.for_transformers`."""
+        """Returns pixel_values of pictures, and token_type_ids (1, S): 1 at soft tokens, else 0."""
         types = torch.tensor([ids]).eq(self.token_id).long()
         return {"pixel_values": self._processor(images=images, return_tensors="pt")["pixel_values"],
                 "token_type_ids": types}  # fmt: skip
@@ -247,7 +259,10 @@ class Qwen(ImageProcessor):
     merge: int
 
     def tokens(self, height: int, width: int) -> tuple[list[int], list[int]]:
-        """See `ImageProcessor.tokens`."""
+        """Returns soft tokens without markers, and [their number].
+
+        Raises RowError if a side is over 200 times the other, or there would be more tokens than `sizes.tokens`.
+        """
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
         side, size = self.patch * self.merge, self.settings["size"]
@@ -266,7 +281,7 @@ class Qwen(ImageProcessor):
         return Qwen2VLImageProcessorPil(**self.settings, patch_size=self.patch, merge_size=self.merge)
 
     def pixels(self, image: Image) -> tuple[np.ndarray, np.ndarray | None]:
-        """See `ImageProcessor.pixels`."""
+        """Returns patches (1, patches, numbers) uint8 in soft-token order, and their column and row, -1 padded."""
         made = self._processor(images=[image], do_rescale=False, do_normalize=False, return_tensors="np")
         patches, (_, rows, columns) = np.asarray(made["pixel_values"]), made["image_grid_thw"][0]
         once = patches.reshape(len(patches), 3, -1, self.patch**2)[:, :, 0].reshape(len(patches), -1)  # times are equal
@@ -278,11 +293,11 @@ class Qwen(ImageProcessor):
         return numbers, positions
 
     def axes(self, ids: np.ndarray, slots: Sequence[int], positions: np.ndarray) -> np.ndarray:
-        """See `ImageProcessor.axes`."""
+        """Returns time, row and column (3, S) int32 of every token of `ids`, as transformers' `get_rope_index`."""
         return axis_positions(ids == self.token_id, slots, positions, self.merge)
 
     def for_transformers(self, images: list[Image], ids: list[int]) -> dict[str, Any]:
-        """See `ImageProcessor.for_transformers`."""
+        """Returns pixel_values and image_grid_thw of pictures, and mm_token_type_ids (1, S): 1 at soft tokens."""
         made = self._processor(images=images, return_tensors="pt")
         types = torch.tensor([ids]).eq(self.token_id).long()
         return {name: made[name] for name in ("pixel_values", "image_grid_thw")} | {"mm_token_type_ids": types}
@@ -295,7 +310,7 @@ class Lfm2(ImageProcessor):
     transformers' processor of LFM2-VL needs torchvision; this class scales with PIL.
 
     Attributes:
-        ids: text around images -> ids.
+        ids: markers of images and tiles -> their ids.
         patch: side of a patch in pixels.
         merge: side of a soft token in patches.
     """
@@ -305,7 +320,10 @@ class Lfm2(ImageProcessor):
     merge: int
 
     def _grids(self, height: int, width: int) -> tuple[int, int, int, int]:
-        """Returns columns and rows of a picture's tiles, 0 without tiles, and rows and columns of its soft tokens."""
+        """Returns columns and rows of tiles, 0 without tiles, and rows and columns of the whole picture's soft tokens.
+
+        Raises RowError if the whole picture has more soft tokens than `sizes.tokens`.
+        """
         from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import get_optimal_tiled_canvas
 
         given, side, sizes = self.settings, self.patch * self.merge, (height, width)
@@ -326,7 +344,10 @@ class Lfm2(ImageProcessor):
         return across, down, rows, columns
 
     def tokens(self, height: int, width: int) -> tuple[list[int], list[int]]:
-        """See `ImageProcessor.tokens`."""
+        """Returns ids of tiles, row by row, and of the whole picture, with markers, and soft tokens per slot.
+
+        With tiles and settings["use_thumbnail"] false, the whole picture has no slot. Raises RowError as `_grids`.
+        """
         across, down, rows, columns = self._grids(height, width)
         of_tile = (self.settings["tile_size"] // self.patch // self.merge) ** 2
         ids, counts = [*self.ids[_START]], [of_tile] * across * down
@@ -338,7 +359,7 @@ class Lfm2(ImageProcessor):
         return [*ids, *self.ids[_END]], counts
 
     def pixels(self, image: Image) -> tuple[np.ndarray, np.ndarray | None]:
-        """See `ImageProcessor.pixels`."""
+        """Returns patches (slots, patches, numbers) uint8 in soft-token order, and their column and row, -1 padded."""
         across, down, *whole = self._grids(image.height, image.width)
         side, tile, made = self.patch * self.merge, self.settings["tile_size"], list[Any]()
         if across:
@@ -358,13 +379,14 @@ class Lfm2(ImageProcessor):
         return numbers, positions
 
     def for_transformers(self, images: list[Image], ids: list[int]) -> dict[str, Any]:
-        """See `ImageProcessor.for_transformers`."""
+        """Returns pixel_values, pixel_attention_mask and spatial_shapes, made from own `pixels`; ignores `ids`."""
         numbers, positions = zip(*map(self.pixels, images), strict=True)
         pixels = torch.from_numpy(np.concatenate(numbers)).float() * (1 / 255)
         return in_rows(pixels, torch.from_numpy(np.concatenate(positions)))
 
 
 def _too_long(height: int, width: int, count: int, most: int) -> RowError:
+    """Returns the error for a picture that takes `count` soft tokens, more than `most`."""
     return RowError(
         f"a picture of {width} x {height} pixels takes {count} tokens, more than {most}: its sides differ too much; "
         "cut it, or raise data.image_tokens"
@@ -372,13 +394,16 @@ def _too_long(height: int, width: int, count: int, most: int) -> RowError:
 
 
 def _by_token(rows: int, columns: int, merge: int) -> Sequence[np.ndarray]:
-    """Returns rows and columns of a picture's patches, ordered by soft token."""
+    """Returns rows and columns of a picture's patches, (rows * columns,) both; a soft token's patches are adjacent."""
     shape = rows // merge, merge, columns // merge, merge
     return [one.reshape(shape).transpose(0, 2, 1, 3).reshape(-1) for one in np.indices((rows, columns))]
 
 
 def patches_of(pixels: np.ndarray, patch: int) -> np.ndarray:
-    """Cuts pixels (N, 3, height, width) into patches (N, P, numbers) uint8, ordered as rows, columns, channels."""
+    """Cuts pixels (N, 3, height, width) into patches (N, P, 3 * patch**2), rounded and clipped to uint8.
+
+    Patches are in row-major order, numbers of a patch too, with channels last. Pixels that fill no patch are dropped.
+    """
     rows, columns = (size // patch for size in pixels.shape[-2:])
     used = pixels[..., : rows * patch, : columns * patch]  # SmolVLM2-2.2B: 14 does not divide 384 pixels
     cut = used.reshape(len(pixels), 3, rows, patch, columns, patch).transpose(0, 2, 4, 3, 5, 1)
@@ -395,16 +420,16 @@ _START, _END, _THUMBNAIL, _TILE = "<|image_start|>", "<|image_end|>", "<|img_thu
 
 
 def image_processor(model: ModelConfig, tokenizer: Any, data: DataConfig) -> ImageProcessor:
-    """Returns the image processor of a model.
+    """Returns the image processor of a model, from its configuration and its processor's settings.
 
     Args:
         model: a model with `images`.
         tokenizer: tokenizer of the model.
-        data: `image_tokens` and `max_length` are used.
+        data: `image_tokens` (None: the model's default) and `max_length` are used.
 
     Raises:
-        ValueError: the model has no vision part, or an unsupported one; its processor's settings cannot be read; or
-            `image_tokens` is not offered by the model or exceeds `max_length`.
+        ValueError: the model has no vision part, or an unsupported family; its processor's settings cannot be read or
+            are not supported; the model does not offer `image_tokens`; or an image may exceed `max_length`.
     """
     tokens = data.image_tokens
     config: Any = read_config(model, needed=True)
@@ -439,17 +464,19 @@ def image_processor(model: ModelConfig, tokenizer: Any, data: DataConfig) -> Ima
 
 
 def _ids_of(tokenizer: Any, texts: Iterable[str]) -> dict[str, tuple[int, ...]]:
+    """Returns text -> its token ids, without the tokenizer's special tokens around it."""
     return {text: tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts}
 
 
 @lru_cache(maxsize=1)
 def _tiles() -> tuple[str, ...]:
+    """Returns the texts "<row_R_col_C>" of SmolVLM and Idefics3 for all R and C from 1 to `_MOST_TILES`."""
     every = range(1, _MOST_TILES + 1)
     return tuple(f"<row_{row}_col_{column}>" for row in every for column in every)
 
 
 def _settings(model: ModelConfig) -> dict[str, Any]:
-    """Reads the settings of a model's image processor from its files."""
+    """Returns the settings of preprocessor_config.json or processor_config.json; raises ValueError without them."""
     from transformers import ImageProcessingMixin
 
     try:
@@ -463,6 +490,7 @@ def _settings(model: ModelConfig) -> dict[str, Any]:
 
 
 def _check_gemma4(tokens: int | None) -> None:
+    """Raises ValueError if Gemma 4 does not offer `data.image_tokens`; None is allowed."""
     from transformers.models.gemma4.image_processing_pil_gemma4 import _SUPPORTED_SOFT_TOKENS
 
     if tokens is not None and tokens not in _SUPPORTED_SOFT_TOKENS:
@@ -473,6 +501,7 @@ def _check_gemma4(tokens: int | None) -> None:
 def _gemma3(
     model: ModelConfig, tokenizer: Any, config: Any, sizes: Sizes, given: Mapping[str, Any], tokens: int | None
 ) -> Gemma3:
+    """Returns Gemma 3's processor; raises ValueError for pan and scan, or if `tokens` is set to another number."""
     if tokens not in (None, sizes.tokens):
         raise ValueError(
             f"data.image_tokens={tokens}: a picture of Gemma 3 takes {sizes.tokens} tokens, whatever its size; set null"
@@ -490,6 +519,10 @@ def _gemma3(
 
 
 def _qwen(model: ModelConfig, tokenizer: Any, config: Any, given: Mapping[str, Any], data: DataConfig) -> Qwen:
+    """Returns Qwen's processor; data.image_tokens of None means `MOST_TOKENS`, or the model's own limit if lower.
+
+    Raises ValueError if `given` (of `_settings`) does not allow that number, or as `_check_normal` and `check_rows`.
+    """
     vision, size = config.vision_config, given.get("size") or {}
     square = (vision.patch_size * vision.spatial_merge_size) ** 2  # pixels of a soft token
     least = given.get("min_pixels") or size.get("shortest_edge") or 4 * square
@@ -514,6 +547,10 @@ def _qwen(model: ModelConfig, tokenizer: Any, config: Any, given: Mapping[str, A
 
 
 def _lfm2(name: str, tokenizer: Any, config: Any, sizes: Sizes, given: Mapping[str, Any], tokens: int | None) -> Lfm2:
+    """Returns LFM2-VL's processor; raises ValueError if a slot could take more than `TILE_TOKENS` soft tokens.
+
+    `tokens` limits a whole picture, tiles included; None keeps the limits in `given` (see `_settings`) or `_OF_LFM2`.
+    """
     kept: dict[str, Any] = {name: given.get(name, value) for name, value in _OF_LFM2.items()}
     merge, patch, whole = config.downsample_factor, config.vision_config.patch_size, kept["max_image_tokens"]
     of_tile = (kept["tile_size"] // patch // merge) ** 2
@@ -535,7 +572,7 @@ def _lfm2(name: str, tokenizer: Any, config: Any, sizes: Sizes, given: Mapping[s
 
 
 def _check_normal(model: ModelConfig, config: Any, given: Mapping[str, Any]) -> None:
-    """Raises ValueError if the processor normalizes pixels with other values than `TOWERS`."""
+    """Raises ValueError if the settings `given` have an image_mean or image_std, and it differs from `TOWERS`."""
     kind = config.model_type
     for name, own in (("image_mean", TOWERS[kind].mean), ("image_std", TOWERS[kind].std)):
         if name in given and not np.allclose(given[name], own, atol=1e-6):
@@ -546,7 +583,10 @@ def _check_normal(model: ModelConfig, config: Any, given: Mapping[str, Any]) -> 
 
 
 def _resolution(tokens: int | None, of_tile: int, side: int) -> dict[str, Any]:
-    """Returns settings that limit a picture to `tokens` soft tokens; empty for None, the model's own limit."""
+    """Returns settings that limit a picture to `tokens` soft tokens; empty for None, the model's own limit.
+
+    `of_tile` are a tile's soft tokens (ValueError if `tokens` are fewer); `side` is its side in pixels.
+    """
     if tokens is None:
         return {}
     if tokens < of_tile:

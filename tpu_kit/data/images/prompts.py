@@ -18,7 +18,7 @@ _WITHOUT_PNG = ("CMYK", "HSV", "LAB", "RGBX", "YCbCr")  # 8-bit modes that PNG d
 
 
 class PicturedIds(list[int]):
-    """Token ids with image tokens, together with the pictures; picklable.
+    """Token ids of a prompt with its soft tokens of images, together with the pictures; picklable.
 
     Attributes:
         pictures: paths, addresses or bytes for `files`, in the order of their tokens.
@@ -35,10 +35,11 @@ class PicturedIds(list[int]):
         self.pictures, self.slots, self.files, self.processor = tuple(pictures), tuple(slots), files, processor
 
     def __add__(self, more: Sequence[int]) -> PicturedIds:  # type: ignore[override]  # like lists
+        """Returns the ids followed by the text tokens `more`, with the same pictures."""
         return PicturedIds([*self, *more], self.pictures, self.slots, self.files, self.processor)
 
     def blackened(self) -> PicturedIds:
-        """Returns the ids with black pictures of the same sizes, to test whether a model uses its pictures."""
+        """Returns a copy with black PNG pictures of the same sizes; reads headers, raises RowError if it cannot."""
         from PIL import Image
 
         sizes = [(one.width, one.height) for one in map(self.files.picture, self.pictures)]
@@ -46,11 +47,11 @@ class PicturedIds(list[int]):
         return PicturedIds(self, pictures, self.slots, self.files, self.processor)
 
     def for_transformers(self) -> dict[str, torch.Tensor]:
-        """Returns the pictures as arguments of transformers' `forward`, from its image processor."""
+        """Decodes the pictures; returns arguments of transformers' `forward` by name, without input_ids."""
         return self.processor.for_transformers([*map(self.files.decoded, self.pictures)], list(self))
 
     def pixels(self) -> tuple[np.ndarray, np.ndarray | None]:
-        """Returns `pixels_of` for its pictures."""
+        """Decodes its pictures, and returns pixels and positions or None, as `pixels_of`; may raise RowError."""
         return pixels_of(self.pictures, self.slots, self.files, self.processor)
 
     def images_among(self, prompts: Sequence[Sequence[int]]) -> PromptImages:
@@ -59,19 +60,24 @@ class PicturedIds(list[int]):
 
 
 class PromptImages:
-    """Makes image tensors with the same number of slots for all batches of `prompts`."""
+    """Makes image tensors for batches of `prompts`, all with K slots per row: the most slots of any prompt.
+
+    At least one prompt must be a `PicturedIds`.
+    """
 
     def __init__(self, processor: ImageProcessor, prompts: Sequence[Sequence[int]]) -> None:
         self._processor = processor
         self._room = max(len(prompt.slots) for prompt in prompts if isinstance(prompt, PicturedIds))
 
     def tensors(self, prompts: Sequence[Sequence[int]], width: int, rows: int) -> dict[str, torch.Tensor]:
-        """Returns the columns of `model.families.vision` for a batch of prompts, padded to `rows` of `width` tokens.
+        """Returns the CPU image tensors of a batch of prompts by name, padded to `rows` of `width` tokens.
 
-        If a picture cannot be decoded, the prompt gets black pictures, with a warning.
+        The tensors are pixels, patch_positions and axis_positions if `processor.sizes` has them, and image_index, as in
+        `model.families.vision`. Rows without pictures hold zeros, and -1 in image_index. If a picture cannot be
+        decoded, all pictures of its prompt are black, and a warning is printed.
 
         Raises:
-            RowError: a picture is missing, or its size has changed since its tokens were made.
+            RowError: a picture is missing, its header is damaged, or its size has changed since its tokens were made.
         """
         sizes = self._processor.sizes
         pixels = torch.zeros(rows, self._room, sizes.patches, sizes.numbers, dtype=torch.uint8)
@@ -107,7 +113,7 @@ def put_index(
     """Writes the indices of soft tokens into an image index, at the places of image tokens.
 
     Args:
-        index: `image_index` of `model.families.vision` from the first id on, changed in place.
+        index: int32 (S,), a row's `image_index` of `model.families.vision` from the first id on, changed in place.
         ids: token ids of a document or a prompt.
         slots: soft tokens of every slot of its pictures.
         processor: processor of the model.
@@ -121,7 +127,10 @@ def put_index(
 def pixels_of(
     pictures: Iterable[Any], slots: Sequence[int], files: PictureFiles, processor: ImageProcessor
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Returns pixels and positions, as `ImageProcessor.pixels`, of all slots of a document's or a prompt's pictures.
+    """Decodes the pictures of a document or a prompt; `slots` are the soft tokens of their slots.
+
+    Returns:
+        Pixels (slots, patches, numbers) uint8 and positions (slots, patches, 2) int32 or None, see `ImageProcessor`.
 
     Raises:
         RowError: a picture cannot be decoded, or its slots have changed since its tokens were made.
@@ -144,7 +153,7 @@ def pixels_of(
 
 
 def png(picture: Any) -> bytes:
-    """Returns a PIL picture as the bytes of a PNG file, rotated by its EXIF orientation."""
+    """Returns a PIL picture as a PNG file's bytes, rotated by its EXIF orientation; RGB if PNG lacks its mode."""
     from PIL import ImageOps
 
     picture, buffer = ImageOps.exif_transpose(picture), io.BytesIO()
