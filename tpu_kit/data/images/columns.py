@@ -215,7 +215,7 @@ def packed_with_images(
         documents: the used documents, with `images`.
         tokens: their `Tokenized`.
         epoch: the `mixing.Epoch` of their numbers.
-        pad_id: as in `PackedDataset`.
+        pad_id: id of padding tokens.
         at_least: maximum of image slots of a document that is packed, now or later.
         room: K, if it is known; None: `data.images_per_row` or, if that is null too, `fewest_images` with packing and
             `at_least` without.

@@ -100,15 +100,10 @@ class ImageEncoding:
         return PicturedIds(found, sources, counts, self.files, self.processor)
 
     def columns(self, pictures: Sequence[Picture], slots: Sequence[list[int]]) -> dict[str, Any]:
-        """Returns the image columns of a tokenized document.
+        """Returns the image columns of a tokenized document; `slots` are the soft tokens of the slots of every picture.
 
-        Args:
-            pictures: pictures of the document.
-            slots: soft tokens of the slots of every picture.
-
-        Returns:
-            "slots" (soft tokens of all slots), "pictures" (their number), "digest" (an int64 hash of them), and "files"
-            and "stamps" of the pictures that are files.
+        The columns are "slots" (flat), "pictures" (their number), "digest" (an int64 hash of them), and "files" and
+        "stamps" of the pictures that are files.
         """
         digest = hashlib.blake2b("".join(one.digest for one in pictures).encode(), digest_size=8).digest()
         files = [one for one in pictures if one.file]

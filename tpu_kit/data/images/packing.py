@@ -13,11 +13,7 @@ ENOUGH = 0.98
 def fewest_images(lengths: np.ndarray, images: np.ndarray, row_length: int, at_least: int) -> int:
     """Returns a small K, at least `at_least`, that needs at most 1 / `ENOUGH` times the rows of an unlimited packing.
 
-    Args:
-        lengths: (documents,) tokens, 1 to `row_length`.
-        images: (documents,) image slots.
-        row_length: tokens of a row.
-        at_least: lower bound of K, not less than the image slots of any document.
+    `lengths` (documents,) are tokens, 1 to `row_length`, and `images` (documents,) image slots, at most `at_least`.
     """
     whole = len(best_fill(lengths, row_length)[1])
     most, step = max(at_least, -(-int(images.sum()) // whole)), 1
@@ -31,11 +27,7 @@ def best_fill_of_images(
 ) -> tuple[np.ndarray, np.ndarray]:
     """Fills rows of at most `most` images like `batching.best_fill`, by a subset sum per number of images.
 
-    Args:
-        lengths: (documents,) tokens, 1 to `row_length`.
-        images: (documents,) image slots, at most `most`.
-        row_length: tokens of a row.
-        most: image slots of a row.
+    `lengths` (documents,) are tokens, 1 to `row_length`, and `images` (documents,) image slots, at most `most`.
 
     Returns:
         Document numbers row after row, and the number of documents per row (both int64).

@@ -83,10 +83,7 @@ class ImageProcessor(abc.ABC):
 
     @abc.abstractmethod
     def for_transformers(self, images: list[Image], ids: list[int]) -> dict[str, Any]:
-        """Returns arguments of transformers' `forward` by name, such as pixel_values, for RGB pictures of a prompt.
-
-        `ids` are the prompt's ids, soft tokens included; the result does not contain them.
-        """
+        """Returns arguments of transformers' `forward` by name, without input_ids, for RGB pictures in prompt `ids`."""
 
     def axes(self, ids: np.ndarray, slots: Sequence[int], positions: np.ndarray) -> np.ndarray:
         """Returns positions in time, row and column, (3, S) int32, for a rotary embedding in three axes; only in Qwen.
@@ -154,9 +151,7 @@ class Gemma4(ImageProcessor):
 
 @dataclass(frozen=True)
 class Idefics3(ImageProcessor):
-    """SmolVLM and Idefics3: scales a picture and cuts it into tiles; the whole picture follows as the last tile.
-
-    A small picture, or any picture if settings["do_image_splitting"] is false, has only the whole picture.
+    """SmolVLM and Idefics3: scales a picture and cuts it into tiles; the whole picture is the last or the only tile.
 
     Attributes:
         ids: markers of tiles and line breaks between them -> their ids.
@@ -259,10 +254,7 @@ class Qwen(ImageProcessor):
     merge: int
 
     def tokens(self, height: int, width: int) -> tuple[list[int], list[int]]:
-        """Returns soft tokens without markers, and [their number].
-
-        Raises RowError if a side is over 200 times the other, or there would be more tokens than `sizes.tokens`.
-        """
+        """Returns soft tokens without markers, and [their number]; RowError if too many, or sides differ 200 times."""
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
         side, size = self.patch * self.merge, self.settings["size"]
@@ -320,10 +312,7 @@ class Lfm2(ImageProcessor):
     merge: int
 
     def _grids(self, height: int, width: int) -> tuple[int, int, int, int]:
-        """Returns columns and rows of tiles, 0 without tiles, and rows and columns of the whole picture's soft tokens.
-
-        Raises RowError if the whole picture has more soft tokens than `sizes.tokens`.
-        """
+        """Returns columns and rows of tiles (0: none), and rows and columns of the whole picture's soft tokens."""
         from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import get_optimal_tiled_canvas
 
         given, side, sizes = self.settings, self.patch * self.merge, (height, width)
@@ -344,10 +333,7 @@ class Lfm2(ImageProcessor):
         return across, down, rows, columns
 
     def tokens(self, height: int, width: int) -> tuple[list[int], list[int]]:
-        """Returns ids of tiles, row by row, and of the whole picture, with markers, and soft tokens per slot.
-
-        With tiles and settings["use_thumbnail"] false, the whole picture has no slot. Raises RowError as `_grids`.
-        """
+        """Returns ids of tiles, by row, then of the whole picture (unless thumbnails are off), and tokens per slot."""
         across, down, rows, columns = self._grids(height, width)
         of_tile = (self.settings["tile_size"] // self.patch // self.merge) ** 2
         ids, counts = [*self.ids[_START]], [of_tile] * across * down
@@ -420,12 +406,9 @@ _START, _END, _THUMBNAIL, _TILE = "<|image_start|>", "<|image_end|>", "<|img_thu
 
 
 def image_processor(model: ModelConfig, tokenizer: Any, data: DataConfig) -> ImageProcessor:
-    """Returns the image processor of a model, from its configuration and its processor's settings.
+    """Returns the image processor of a model, from the model's files, its tokenizer, and the data section.
 
-    Args:
-        model: a model with `images`.
-        tokenizer: tokenizer of the model.
-        data: `image_tokens` (None: the model's default) and `max_length` are used.
+    The section's `image_tokens` (None: the model's default) and `max_length` are used.
 
     Raises:
         ValueError: the model has no vision part, or an unsupported family; its processor's settings cannot be read or

@@ -23,8 +23,6 @@ class PicturedIds(list[int]):
     Attributes:
         pictures: paths, addresses or bytes for `files`, in the order of their tokens.
         slots: soft tokens of every slot of the pictures.
-        files: opens the pictures.
-        processor: processor of the model.
     """
 
     def __init__(
@@ -60,10 +58,7 @@ class PicturedIds(list[int]):
 
 
 class PromptImages:
-    """Makes image tensors for batches of `prompts`, all with K slots per row: the most slots of any prompt.
-
-    At least one prompt must be a `PicturedIds`.
-    """
+    """Makes image tensors for batches of `prompts`, some with pictures; all rows have the largest prompt's slots."""
 
     def __init__(self, processor: ImageProcessor, prompts: Sequence[Sequence[int]]) -> None:
         self._processor = processor
@@ -110,14 +105,10 @@ class PromptImages:
 def put_index(
     index: torch.Tensor, ids: np.ndarray, slots: Sequence[int], processor: ImageProcessor, first: int = 0
 ) -> None:
-    """Writes the indices of soft tokens into an image index, at the places of image tokens.
+    """Writes the indices of the soft tokens of a document or a prompt into `index`, at the places of image tokens.
 
-    Args:
-        index: int32 (S,), a row's `image_index` of `model.families.vision` from the first id on, changed in place.
-        ids: token ids of a document or a prompt.
-        slots: soft tokens of every slot of its pictures.
-        processor: processor of the model.
-        first: number of its first slot in the row.
+    `index` is int32 (S,), a row's `image_index` of `model.families.vision` from the first id on. `slots` are the soft
+    tokens of every slot of the pictures; `first` is the number of the first slot in the row.
     """
     starts = (first + np.arange(len(slots))) * processor.sizes.tokens
     soft = np.concatenate([start + np.arange(count) for start, count in zip(starts, slots, strict=True)])

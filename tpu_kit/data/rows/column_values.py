@@ -55,13 +55,9 @@ _WEIGHTS, _LABELS = re.compile("loss|weight"), re.compile("label|kto_tag|(is_)?d
 
 
 def read_layout(rows: Dataset, names: Sequence[str], config: DataConfig, images: bool = False) -> Layout:
-    """Finds format and roles of the columns of a data set by their names and values.
+    """Finds format and roles of the columns `names` of a data set by their names and the values of all rows.
 
-    Args:
-        rows: the data set.
-        names: columns to consider.
-        config: the data section.
-        images: whether rows may have images.
+    `images` is whether rows may have images; if not, no column has that role.
 
     Raises:
         ValueError: as `detect_layout`, or columns without a role change the meaning of a row; the text names them.
@@ -95,7 +91,7 @@ def read_layout(rows: Dataset, names: Sequence[str], config: DataConfig, images:
 
 
 def _slices(rows: Dataset, name: str) -> Iterator[pa.Array]:
-    """Yields the values of a column in Arrow's form, JSON as text."""
+    """Yields the values of a column, some rows at a time, as Arrow arrays with JSON as text and images undecoded."""
     data = rows.select_columns([name]).with_format("arrow")  # other formats decode images
     size = _SLICE_OF_IMAGES if _holds_bytes(rows.features[name]) else _SLICE
     for start in range(0, len(rows), size):
@@ -114,11 +110,12 @@ def _holds_bytes(feature: Any) -> bool:
 
 
 def _is_text(feature: Any) -> bool:
+    """Whether Arrow stores the cells of a feature as text: strings and JSON."""
     return isinstance(feature, Json) or (isinstance(feature, Value) and feature.dtype in ("string", "large_string"))
 
 
 def first_values(rows: Dataset, names: Sequence[str]) -> dict[str, Any]:
-    """Returns the first nonempty value of every column that has one."""
+    """Returns the first nonempty value, as of `plain_value`, of every column in `names` that has any."""
     found = {}
     for name in names:
         feature = rows.features[name]
@@ -135,12 +132,12 @@ def first_values(rows: Dataset, names: Sequence[str]) -> dict[str, Any]:
 
 
 def _count(rows: Dataset, name: str, pattern: str) -> int:
-    """Counts the texts of a column that match a pattern."""
+    """Counts the cells of a text column in which a regular expression of Arrow (RE2) is found."""
     return sum(pc.sum(pc.match_substring_regex(array, pattern)).as_py() or 0 for array in _slices(rows, name))
 
 
 def _distinct(rows: Dataset, name: str, most: int) -> list[Any] | None:
-    """Returns the distinct values of a column, texts in lower case; None if there are more than `most`."""
+    """Returns sorted distinct values, texts in lower case; None if they are more than `most`, or lists or objects."""
     found: set[Any] = set()
     feature = rows.features[name]
     if not isinstance(feature, Value | ClassLabel | Json):
@@ -159,7 +156,7 @@ def _distinct(rows: Dataset, name: str, most: int) -> list[Any] | None:
 
 
 def _kind_of(rows: Dataset, name: str) -> str:
-    """Returns the kind of values in a column: "turns", "calls" of tools, "tools" or "images"; empty otherwise."""
+    """Returns a column's kind: "turns", "tools" or "calls" of tools if any text looks so, "images" if all do; or ""."""
     feature = rows.features[name]
     if _is_text(feature):
         counts = {"turns": 0, "tools": 0, "calls": 0, "images": 0}
@@ -195,7 +192,7 @@ def _kind_of(rows: Dataset, name: str) -> str:
 
 
 def _flags(rows: Dataset, names: Sequence[str]) -> dict[str, list[str]]:
-    """Finds columns that are named like reasoning but hold only a few short words; returns the words by column."""
+    """Returns the words by column, for columns of `names` that are named like reasoning but hold few short words."""
     words, found = set(TABLES["flags"]["words"]), {}
     for name in names:
         if name.strip().lower() not in NAMES["reasoning"][0] or (values := _distinct(rows, name, _FEW)) is None:
@@ -217,6 +214,7 @@ def _is_converted(feature: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
+    """Returns a value as text, shortened to 40 characters."""
     return shorten(value if isinstance(value, str) else str(value), 40, placeholder="...")
 
 
@@ -231,7 +229,10 @@ def _with_last_reply(
     empty: Sequence[str],
     kinds: Mapping[str, str],
 ) -> tuple[Layout, DataConfig]:
-    """Gives the column of the last reply its role if chats end in a question."""
+    """Gives the column of the last reply the role "answer" if a chat ends in a question and that column has a value.
+
+    Returns layout and config, both unchanged otherwise; raises ValueError if several columns may be, or none is surely.
+    """
     if layout.format != "messages" or "answer" in layout.columns or "answer" in (config.columns or {}):
         return layout, config
     answers = {*NAMES["answer"][0], *NAMES["answer"][1]}
@@ -260,7 +261,7 @@ def _with_last_reply(
 
 
 def _not_answered(rows: Dataset, column: str) -> Sequence[int]:
-    """Returns the rows whose chats may end in a question, without rows whose JSON text certainly ends in a reply."""
+    """Returns the numbers of rows whose chats may end in a question: JSON texts that surely end in a reply are out."""
     if not _is_text(rows.features[column]):
         return range(len(rows))
     masks = [pc.match_substring_regex(array, _ANSWERED) for array in _slices(rows, column)]
@@ -268,6 +269,7 @@ def _not_answered(rows: Dataset, column: str) -> Sequence[int]:
 
 
 def _ends_in_question(value: Any) -> bool:
+    """Whether the last turn of a chat, or of its JSON text, is no reply; false if it cannot be read."""
     try:
         turns = json.loads(value) if isinstance(value, str) else value
         return role_of(turns[-1]) not in ("assistant", "function_call", "tool_call")
@@ -276,11 +278,11 @@ def _ends_in_question(value: Any) -> bool:
 
 
 def _switches(rows: Dataset, layout: Layout, first: Mapping[str, Any]) -> tuple[list[str], dict[str, str]]:
-    """Finds unused columns that may mark rows as unwanted.
+    """Finds unused columns that may mark rows as unwanted; `first` has the first values by column.
 
     Returns:
-        The columns in which some rows have false; and columns with other values than true and false that change the
-        meaning of a row, with a description of their contents.
+        The columns in which some rows are marked as unwanted; and by column a description of weights and of labels that
+        are neither true nor false.
     """
     unwanted, others = [], {}
     for name in layout.ignored:
@@ -303,7 +305,7 @@ def _switches(rows: Dataset, layout: Layout, first: Mapping[str, Any]) -> tuple[
 def _refuse(
     layout: Layout, config: DataConfig, first: Mapping[str, Any], kinds: Mapping[str, str], others: Mapping[str, str]
 ) -> None:
-    """Raises ValueError if unused columns change the meaning of a row."""
+    """Raises ValueError if unused columns may change a row's meaning, by name, by `kinds`, or by a text in `others`."""
     patterns = {**TABLES["refused"]["any"], **TABLES["refused"].get(layout.format, {})}
     named = {role for role, column in (config.columns or {}).items() if column}
     if layout.format == "cot" and "reasoning" in layout.columns:
@@ -413,7 +415,7 @@ def _objects(rows: Dataset, layout: Layout, column: str) -> int:
 
 
 def _first_option(rows: Dataset, layout: Layout) -> tuple[int, list[str]]:
-    """Returns the number of the first option (0 or 1), and a note if answers are numbers of options."""
+    """Returns the number of the first option (0 or 1, 0 if unknown), and a note if answers are numbers of options."""
     numbers, last = set(), False
     options, answer = layout.columns["options"], layout.columns["answer"]
     if head_of(answer, rows.column_names) != answer or head_of(options, rows.column_names) != options:

@@ -45,7 +45,7 @@ def reply(reasoning: str, answer: str, config: DataConfig) -> str:
 
 
 def _split(text: str, opening: str, closing: str) -> tuple[str, str] | None:
-    """Splits a reply at the tag that closes its reasoning; None if the reply has no reasoning.
+    """Splits a reply before and after the tag that closes its reasoning; None if the reply has no reasoning.
 
     A tag after a space, a quote or a bracket only mentions the tag. So do all tags of a text that does not begin with
     the opening tag but contains it before the closing tag.
@@ -66,13 +66,13 @@ def reasoning_of(text: str, config: DataConfig) -> str:
 
 
 def answer_of(text: str, config: DataConfig) -> str:
-    """Returns the text of a reply after its reasoning."""
+    """Returns the text of a reply after the tag that closes its reasoning; the whole text if it has none."""
     parts = _split(text, config.think_open, config.think_close)
     return parts[1] if parts else text
 
 
 def in_message(message: Mapping[str, Any], config: DataConfig) -> str:
-    """Returns the reasoning of a message, from a key of `MESSAGE_KEYS` or the tags in its content; may be empty."""
+    """Returns a message's stripped reasoning, from a key of `MESSAGE_KEYS` or tags in its content; empty if none."""
     for key in MESSAGE_KEYS:
         if isinstance(message.get(key), str) and message[key].strip():
             return str(message[key]).strip()
@@ -100,7 +100,7 @@ def with_own_tags(text: str, config: DataConfig, *, is_reply: bool = True) -> st
 
 
 def _without_tags(answer: str) -> str:
-    """Returns an answer without the tags around it."""
+    """Returns an answer without the tags around it ("answer_tags" in columns.toml) and without outer white space."""
     opening, closing = TABLES["answer_tags"]
     answer = answer.strip()
     if not answer.startswith(opening):
@@ -110,16 +110,10 @@ def _without_tags(answer: str) -> str:
 
 
 def split_solution(text: str, config: DataConfig, *, boxed: bool, closings: Collection[str] = ()) -> tuple[str, str]:
-    r"""Splits a solution into reasoning and answer; the reasoning is empty if there is none.
+    r"""Returns reasoning and answer of a solution; without a separator, an empty reasoning and the whole text.
 
-    The separators are the tags, the `closings`, a last line of "####" and a number (GSM8K) and, if `boxed`, the last
-    \boxed{} (MATH), which stays in the reasoning too.
-
-    Args:
-        text: the solution.
-        config: the data section.
-        boxed: whether it may end in a box.
-        closings: the separators `STATED` and `MARKED` that all rows of the source have.
+    The separators are the tags, the `closings` (`STATED` and `MARKED`, if all rows have them), a last line of "####"
+    and a number (GSM8K) and, if `boxed`, the last \boxed{} (MATH). A box stays in the reasoning.
 
     Raises:
         ValueError: nothing follows the tags or the "####".
@@ -141,7 +135,7 @@ def split_solution(text: str, config: DataConfig, *, boxed: bool, closings: Coll
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Returns the content of the last closed \boxed{}, including nested braces; None if there is none."""
+    r"""Returns the stripped content of the last \boxed{} that is closed, nested braces included; None without any."""
     boxes = {box.end() for box in _BOX.finditer(text)}
     last, content = -1, None
     opened: list[int] = []
@@ -208,12 +202,12 @@ class Layout:
         return f"{self.format} ({used})" + (f", not used: {', '.join(unused)}" if unused else "") + notes
 
     def needed(self, names: Collection[str]) -> list[str]:
-        """Returns the columns in `names` that a row is read from."""
+        """Returns the columns in `names` that a row is read from, sorted; the whole column for a dotted name."""
         used = {*self.columns.values(), *self.switches}
         return sorted({head for column in used if (head := head_of(column, names))})
 
     def plain(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns a row with `plain_value` of its cells, and with the fields of dotted names as cells.
+        """Returns a copy of a row with `plain_value` of its cells, and with the fields of dotted names as new cells.
 
         Raises:
             RowError: a field does not exist.
@@ -231,7 +225,7 @@ class Layout:
 
 
 def is_wanted(name: str, value: Any) -> bool | None:
-    """Whether a column, or a key of a message, marks its row as wanted; None if the value is neither true nor false."""
+    """Whether a cell of column or key `name` (true for is_good, false for is_bad) marks a row as wanted; else None."""
     word = str(value).strip().lower()
     words = {**dict.fromkeys(TABLES["switches"]["no"], False), **dict.fromkeys(TABLES["switches"]["yes"], True)}
     on = switch(value) if switch(value) is not None else words.get(word)
@@ -239,7 +233,7 @@ def is_wanted(name: str, value: Any) -> bool | None:
 
 
 def head_of(column: str, names: Collection[str]) -> str:
-    """Returns the column of a dotted name, which may be the name itself; empty if there is none."""
+    """Returns the longest beginning of a dotted name (a.b.c, a.b, a) that is in `names`; empty if there is none."""
     while column not in names:
         column, dot, _ = column.rpartition(".")
         if not dot:
@@ -248,6 +242,7 @@ def head_of(column: str, names: Collection[str]) -> str:
 
 
 def _field(value: Any, column: str, fields: str) -> Any:
+    """Returns a field (dotted path) of a cell, an object or JSON; None below None; RowError if there is none."""
     for name in fields.split("."):
         value = parsed(value, column)
         if value is not None and (not isinstance(value, Mapping) or name not in value):
@@ -257,7 +252,7 @@ def _field(value: Any, column: str, fields: str) -> Any:
 
 
 def stores_structs(feature: Any, name: str = "") -> bool:
-    """Whether a column stores contents, or arguments of tool calls, as structs of Arrow."""
+    """Whether a feature, with key `name`, stores contents or arguments of tool calls as structs of Arrow."""
     if isinstance(feature, dict):
         return name in ("arguments", "content", "value") or any(
             stores_structs(inner, key) for key, inner in feature.items()
@@ -346,7 +341,7 @@ def _column_of(
 
 
 def _check_turns(fmt: str, used: Mapping[str, str], columns: Sequence[str], kinds: Mapping[str, str]) -> None:
-    """Raises ValueError if a column of messages has a role that needs text."""
+    """Raises ValueError if a column of messages has a role in `used` that needs text in format `fmt`."""
     if fmt == "cot" and kinds.get(used.get("question", "")) == "turns":
         raise ValueError(_asks_in_turns(used["question"], used.get("answer"), columns))
     for role in ("text", "context", "options", "reasoning", "answer"):
@@ -365,7 +360,7 @@ def _missing_text(
     kinds: Mapping[str, str],
     has_prompt: bool,
 ) -> str:
-    """Returns the error text for missing columns, with the setting that names them."""
+    """Returns the error text for roles without a column, with the setting that names them; `fmt` may be empty."""
     if not fmt and {"chosen", "rejected"} <= {column.strip().lower() for column in columns}:
         return (
             "preference rows, pairs of a chosen and a rejected reply, are for dpo. To train on only the chosen "
@@ -395,7 +390,7 @@ def _asks_in_turns(asked: str, answer: str | None, columns: Collection[str]) -> 
 
 
 def _format(config: DataConfig, find: Callable[[str], str | None], kinds: Mapping[str, str]) -> str:
-    """Returns `data.format`, or the first format that the columns fit; empty if they fit none."""
+    """Returns `data.format` or, if it is "auto", the first format that the columns fit; empty if they fit none."""
     if config.format != "auto":
         return config.format
     named = {role for role, column in (config.columns or {}).items() if column} - {"system", "tools"}
@@ -415,7 +410,7 @@ def _format(config: DataConfig, find: Callable[[str], str | None], kinds: Mappin
 
 
 def role_of(turn: Mapping[str, Any]) -> Any:
-    """Returns the role of a message as chat templates name it."""
+    """Returns a message's role as chat templates name it (human -> user); other roles unchanged, None without any."""
     role = turn.get("role") or turn.get("from")
     low = str(role).strip().lower()
     return TABLES["roles"].get(low, low if low in ("system", "user", "assistant", "tool") else role)

@@ -55,7 +55,7 @@ def json_of(value: Any, place: str) -> str:
     """Returns an object or a list as JSON.
 
     Raises:
-        RowError: it contains a value that is not JSON, such as NaN.
+        RowError: it contains a value that is not JSON, such as NaN; `place` names it in the error.
     """
     try:
         return json.dumps(value, ensure_ascii=False, allow_nan=False)
@@ -71,7 +71,7 @@ def is_empty(value: Any) -> bool:
 
 
 def alternatives(value: Any) -> list[str]:
-    """Returns alternative answers from a list of texts and numbers, as texts; empty for any other value."""
+    """Returns the nonempty items of a list of texts and numbers, as texts; an empty list for any other value."""
     items = [item for item in value if item is not None] if isinstance(value, list) else []
     if any(isinstance(item, bool) or not isinstance(item, str | int | float) for item in items):
         return []
@@ -79,7 +79,7 @@ def alternatives(value: Any) -> list[str]:
 
 
 def parsed(value: Any, column: str) -> Any:
-    """Parses a cell with JSON text, as in CSV files; returns other values unchanged."""
+    """Parses a text as JSON (RowError if it is not valid), white space as None; returns other values unchanged."""
     if not isinstance(value, str):
         return value
     try:
@@ -89,7 +89,7 @@ def parsed(value: Any, column: str) -> Any:
 
 
 def without_none(value: Any, filled: bool = True) -> Any:
-    """Removes keys with the value None; in contents and in arguments of tool calls only if Arrow `filled` them in."""
+    """Returns a value without keys that are None; inside contents and arguments only if Arrow `filled` them in."""
     if isinstance(value, Mapping):
         kept = () if filled else ("arguments", "content", "value")
         return {
@@ -110,7 +110,7 @@ def is_filled(value: Any) -> bool:
 
 
 def switch(value: Any) -> bool | None:
-    """Parses a true or false value in any spelling, for example of `train` or `label`; None for other values."""
+    """Parses true or false from a bool, 0, 1 or a text (true, yes, 1, ...) in any case; None for other values."""
     text = str(value).strip().lower() if isinstance(value, str | int | float) else ""
     return {**dict.fromkeys(_NO, False), **dict.fromkeys(_YES, True)}.get(text)
 
@@ -139,7 +139,7 @@ def plain_value(value: Any, feature: Any) -> Any:
 
 
 def decoded(value: Any, feature: Any) -> Any:
-    """Decodes the JSON in a value of `without_decoding`."""
+    """Returns a value of `without_decoding` with its JSON decoded, in nested fields too; other values stay."""
     if isinstance(feature, Json):
         return None if value is None else json.loads(value)
     if isinstance(feature, Mapping) and isinstance(value, Mapping):
@@ -149,7 +149,7 @@ def decoded(value: Any, feature: Any) -> Any:
 
 
 def without_decoding(rows: Dataset) -> Dataset:
-    """Makes a data set return JSON as text and images as bytes: `datasets` decodes 0.3 as 0.30000000000000004."""
+    """Returns the data set with JSON as text and images as bytes: `datasets` decodes 0.3 as 0.30000000000000004."""
 
     def changed(feature: Any) -> Any:
         if isinstance(feature, Json):
@@ -171,13 +171,13 @@ def is_short_float(feature: Any) -> bool:
 
 
 def options_of(value: Any, column: str) -> dict[str, str]:
-    """Reads the options of a question; returns the texts by label.
+    """Reads the options of a question; returns the texts by label, which is A, B, ... if not given; {} if empty.
 
     Accepts a list of texts, also with letters ("A) yes"), {"label": [...], "text": [...]}, an object from label to
     text, or a list of objects with a label and a text. The JSON text of these is also accepted.
 
     Raises:
-        RowError: the value has another form.
+        RowError: the value has another form, too few or equal labels, or more than 26 texts without labels.
     """
     if not is_filled(value):
         return {}
@@ -208,6 +208,7 @@ def options_of(value: Any, column: str) -> dict[str, str]:
 
 
 def _labelled(option: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Returns label and text of an object with two keys; (None, None) if no key means a label."""
     for label in ("label", "key", "id", "letter", "option"):
         if label in option:
             return option[label], next((text for name, text in option.items() if name != label), None)
@@ -215,7 +216,7 @@ def _labelled(option: Mapping[str, Any]) -> tuple[Any, Any]:
 
 
 def _own_letters(texts: list[str]) -> tuple[list[str], list[str]]:
-    """Returns labels and texts of options; removes letters at the start of the texts, if they are the labels."""
+    """Returns labels A, B, ... and texts, without these letters if all texts begin so; RowError above 26 texts."""
     if len(texts) > 26:
         raise RowError(f"there are {len(texts)} options, more than letters; give them labels")
     expected = [chr(ord("A") + i) for i in range(len(texts))]

@@ -1,7 +1,7 @@
 """Reads the turns of a chat, in the forms of many data sets, as messages of chat templates.
 
-A message has a role, a content (text) unless it calls tools, optionally `reasoning_content`, and `train: false` if it
-is a reply without loss.
+A message has a role, a content (text) unless it calls tools, optionally `reasoning_content`, `tool_calls`, `images`
+(see `picture_of`), and `train: false` if it is a reply without loss. Places in errors (`name`) are such as "message 0".
 """
 
 from __future__ import annotations
@@ -68,18 +68,18 @@ def learns(message: Mapping[str, Any]) -> bool:
 def read_messages(
     value: Any, column: str, first: int, system: str | None, config: DataConfig, layout: Layout
 ) -> list[dict[str, Any]]:
-    """Reads a list of messages, or its JSON text.
+    """Reads a list of messages, or its JSON text, as new messages; replies before any other turn get `train: false`.
 
     Args:
         value: the cell.
         column: name of its column.
-        first: first message that may carry loss; an empty reply from there on is an error.
-        system: system turn; None or empty if there is none.
+        first: index in `value` of the first message that may carry loss; an empty reply from there on is an error.
+        system: text of a system turn, added as the first message if there is none; None or empty: none is added.
         config: the data section.
         layout: layout of the rows.
 
     Raises:
-        RowError: a message cannot be read, or no reply carries loss.
+        RowError: a message cannot be read, a system column and turn differ, or no reply from `first` on carries loss.
     """
     value = parsed(value, column)
     if not isinstance(value, list) or not value or not all(isinstance(message, Mapping) for message in value):
@@ -113,7 +113,7 @@ def read_messages(
 
 
 def _skip_greeting(messages: list[dict[str, Any]]) -> None:
-    """Removes the loss of replies at the start of a chat, because no turn asks for them."""
+    """Sets `train: false` in replies at the start of a chat, because no turn asks for them."""
     for message in messages:
         if message["role"] != "assistant":
             break
@@ -121,6 +121,7 @@ def _skip_greeting(messages: list[dict[str, Any]]) -> None:
 
 
 def _message(turn: Mapping[str, Any], name: str, config: DataConfig, has_images: bool = False) -> dict[str, Any]:
+    """Returns a turn of any known form as a message; raises RowError if it cannot be read."""
     message, images = dict(turn), list[Any]() if has_images else None
     if "from" in message and "role" not in message:  # ShareGPT
         message["role"] = message.pop("from")
@@ -191,6 +192,7 @@ def _check_wanted(message: Mapping[str, Any], name: str) -> None:
 
 
 def _column(name: str) -> str:
+    """Returns the name of the column at the end of a place in an error, such as "message 0 of column 'chat'"."""
     return name.rpartition("column ")[2].strip("'")
 
 
@@ -198,7 +200,10 @@ def _column(name: str) -> str:
 
 
 def _read_switches(message: dict[str, Any], name: str) -> None:
-    """Replaces keys that switch the loss of a message on or off: sets `train: false` if it is off, else no key."""
+    """Replaces keys that switch the loss of a message on or off: sets `train: false` if it is off, else no key.
+
+    Raises RowError if a switch is neither true nor false, if switches differ, or if other turns than replies are on.
+    """
     found: dict[str, bool] = {}
     for key in _SWITCHES:
         if key not in message:
@@ -221,7 +226,7 @@ def _read_switches(message: dict[str, Any], name: str) -> None:
 
 
 def _of_whole_text(details: Any, key: str, content: Any, name: str) -> bool:
-    """Returns the common switch of character ranges that cover a whole text; raises RowError if they differ."""
+    """Returns the switch of character ranges; raises RowError if they differ or do not cover the whole text."""
     refused = RowError(
         f"{name} has {key}, loss on parts of a text, which is not supported; split the turn, or delete it"
     )
@@ -246,7 +251,7 @@ def _of_whole_text(details: Any, key: str, content: Any, name: str) -> bool:
 
 
 def is_parts(content: Any) -> bool:
-    """Whether a content is a list of typed parts, as in chats with images."""
+    """Whether a content is a list with at least one typed part, as in chats with images."""
     types = TABLES["parts"]["types"]
     return isinstance(content, list) and any(
         isinstance(part, Mapping) and part.get("type") in types for part in content
@@ -254,7 +259,7 @@ def is_parts(content: Any) -> bool:
 
 
 def _as_parts(content: Any) -> Any:
-    """Converts a content in another API's form of text parts, such as Bedrock's, to a list of typed parts."""
+    """Converts text parts in other APIs' forms, such as Bedrock's, to typed parts; returns other contents unchanged."""
     if isinstance(content, Mapping) and content.get("content_type") == "text":
         content = content.get("parts")
         texts = content if isinstance(content, list) else [content]
@@ -271,7 +276,7 @@ def becomes_json(content: Any) -> bool:
 
 
 def content_text(value: Any, place: str) -> str:
-    """Converts a content to text: from text, a number, an object, a list, or a list of text parts."""
+    """Returns a content as text, as `text_of`, or the joined text of parts; RowError for a message and other parts."""
     if isinstance(value, Mapping) and role_of(value) in _ROLES and "content" in value:
         column = _column(place)
         raise RowError(
@@ -287,20 +292,23 @@ def content_text(value: Any, place: str) -> str:
 
 
 def _with_places(text: str, images: list[Any]) -> str:
-    """Replaces the image tags in a text by `IMAGE`; adds None per tag to `images`."""
+    """Returns a text with `IMAGE` for its image tags; appends None per tag to `images`: its picture is in a column."""
     images += [None] * text.count(IMAGE_TAG)
     return text.replace(IMAGE_TAG, IMAGE)
 
 
 def picture_of(part: Mapping[str, Any]) -> Any:
-    """Returns the picture of a part of a type in `IMAGE_PARTS`, base64 as a data URL; None if a column has it."""
+    """Returns a picture in a part of a type in `IMAGE_PARTS`, base64 as a data URL; None if a column has it."""
     key = next((key for key in _IMAGE_KEYS if is_filled(part.get(key))), None)
     bare = key == "base64" and not str(part["base64"]).startswith("data:")
     return None if key is None else f"data:;base64,{part[key]}" if bare else part[key]
 
 
 def _read_parts(parts: list[Any], name: str, images: list[Any] | None = None) -> tuple[str, str]:
-    """Returns text and reasoning of a list of parts; appends pictures to `images`, None for pictures in a column."""
+    """Returns text and reasoning of parts; appends `picture_of` parts to `images`; RowError for other parts.
+
+    If `images` is None, pictures are refused too.
+    """
     texts, thoughts = [], []
     for part in parts:
         kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
@@ -319,7 +327,7 @@ def _read_parts(parts: list[Any], name: str, images: list[Any] | None = None) ->
 
 
 def _thoughts_of_keys(message: dict[str, Any], name: str) -> dict[str, str]:
-    """Removes the keys with reasoning from a message; returns the reasoning by key."""
+    """Removes the keys with reasoning from a message; returns the reasoning that is not empty by key."""
     found = {}
     for key in _REASONING:
         if is_filled(value := message.pop(key, None)):
@@ -332,7 +340,7 @@ def _thought(value: Any, name: str, advice: str) -> str:
     """Converts reasoning to text, from text, a list of texts, or objects with a text; empty for a word such as N/A.
 
     Raises:
-        RowError: the value has another form (encrypted, or a setting), or contains texts that differ.
+        RowError: the value has another form (encrypted, a setting, a flag such as "true"), or texts that differ.
     """
     try:
         texts = _texts(value)
@@ -345,6 +353,7 @@ def _thought(value: Any, name: str, advice: str) -> str:
 
 
 def _texts(value: Any) -> list[str]:
+    """Returns the texts of a reasoning; raises RowError for a setting, texts that differ, or a value without text."""
     if isinstance(value, bool):
         return [str(value).lower()]
     if isinstance(value, str):
@@ -363,7 +372,7 @@ def _texts(value: Any) -> list[str]:
 
 
 def thought_of_column(value: Any, column: str) -> str:
-    """Returns the reasoning of a cell; empty if the cell is empty or holds a word such as N/A."""
+    """Returns the reasoning of a cell; empty if the cell is empty or a word such as N/A; RowError as `_thought`."""
     if not is_filled(value):
         return ""
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -372,6 +381,7 @@ def thought_of_column(value: Any, column: str) -> str:
 
 
 def _with_thoughts(message: dict[str, Any], thoughts: dict[str, str], name: str, config: DataConfig) -> dict[str, Any]:
+    """Returns a reply with its reasoning under a key of `MESSAGE_KEYS`; RowError if reasonings differ, or no reply."""
     if not thoughts:
         return message
     if message["role"] != "assistant":
@@ -389,7 +399,7 @@ def _with_thoughts(message: dict[str, Any], thoughts: dict[str, str], name: str,
 
 
 def _read_calls(message: dict[str, Any], name: str) -> None:
-    """Converts the calls of a message, under any known key, to `tool_calls` with decoded arguments."""
+    """Moves a message's calls, under any known key or role, to `tool_calls`, as `read_calls`; may raise RowError."""
     calls: list[Any] = []
     if is_filled(given := message.pop("tool_calls", None)):
         calls = read_calls(given, name)
@@ -409,7 +419,9 @@ def are_calls(value: Any) -> bool:
 
 
 def read_calls(value: Any, name: str) -> list[dict[str, Any]]:
-    """Converts calls, also in JSON text, to {"type": "function", "function": {"name": ..., "arguments": {...}}}.
+    """Returns calls, or their JSON text, as a list of {"type": "function", "function": {"name": ..., "arguments": {}}}.
+
+    Other keys, such as an id, are kept.
 
     Raises:
         RowError: a call has no function name, or arguments that cannot be read; `name` tells where the calls are.
@@ -434,7 +446,7 @@ def _function_of(call: Any) -> Mapping[str, Any] | None:
 
 
 def _arguments(call: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Returns the arguments of a call under any known key; {} if it has none."""
+    """Returns a call's arguments under any known key, {} without any; RowError for several keys or no JSON object."""
     name = f"{name} calls {call['name']!r}"
     given = {key: call[key] for key in _ARGUMENTS if call.get(key) is not None}
     if len(given) > 1:
@@ -453,10 +465,10 @@ def _arguments(call: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def read_tools(value: Any, column: str) -> list[dict[str, Any]] | None:
-    """Converts tool definitions to the form of chat templates; None if there are none.
+    """Returns tools, or their JSON text, as [{"type": "function", "function": {"name": ...}}]; None if there are none.
 
     Raises:
-        RowError: a tool has no name.
+        RowError: a tool has no name, or the cell or a tool is not valid JSON.
     """
     value = without_none(parsed(value, column))
     if not is_filled(value):
@@ -482,11 +494,13 @@ def read_tools(value: Any, column: str) -> list[dict[str, Any]] | None:
 
 
 def _decoded_list(value: Any) -> list[Any]:
+    """Returns a list, or its JSON text, with its JSON texts decoded; another value as a list with only that value."""
     value = _decoded(value)
     return [_decoded(item) for item in value] if isinstance(value, list) else [value]
 
 
 def _decoded(value: Any) -> Any:
+    """Returns the value of a JSON text; texts that are not JSON, and other values, unchanged."""
     if isinstance(value, str):
         try:
             return json.loads(value)

@@ -49,13 +49,16 @@ def own_function(name: str) -> Callable[..., Any] | None:
 
 
 def own_rows(rows: Dataset, name: str, function: Callable[..., Any], source: str, processes: int | None) -> Dataset:
-    """Applies the user's function to rows and adds `LOCATION` and `PROBLEM`; caches the result by content and code.
+    """Applies the user's function to rows, and adds `LOCATION` and `PROBLEM`; caches the result in a file.
+
+    If the function raises an error, or returns another type than in `_json`, the row has a problem and no values. The
+    file depends on the rows and the function's code.
 
     Args:
-        rows: result of `without_decoding`.
+        rows: result of `without_decoding`; a row with a problem keeps it, and the function does not get it.
         name: name of the function, "module:function".
-        function: takes a row, or a list of rows if its argument is called `rows`.
-        source: source of the rows.
+        function: takes a row, or a list of rows if it has a parameter `rows`.
+        source: source of the rows, shown with the progress.
         processes: number of processes that call it; None for only this process.
 
     Raises:
@@ -85,7 +88,7 @@ def own_rows(rows: Dataset, name: str, function: Callable[..., Any], source: str
 
 
 def _hash_of(function: Callable[..., Any], name: str) -> str:
-    """Hashes a function of a notebook's cell or a script, with the variables that it reads."""
+    """Hashes a function of a notebook's cell or a script, with variables that it reads; ValueError if it cannot."""
     try:
         return str(Hasher.hash(function))
     except Exception as error:  # pickling a variable may raise any error
@@ -96,13 +99,14 @@ def _hash_of(function: Callable[..., Any], name: str) -> str:
 
 
 def _records(made: Dataset, places: Sequence[str]) -> Iterator[tuple[str, Record]]:
+    """Yields "" (no file) and a row for every result of `_made`; `places` are the locations."""
     for place, row in zip(places, made, strict=True):
         record = Record(place, {}, row["problem"]) if row["problem"] else as_record(json.loads(row["made"]), place)
         yield "", record
 
 
 def _made(cells: Mapping[str, list[Any]], name: str, function: Callable[..., Any], features: Features) -> Any:
-    """Returns the columns of `_MADE` for some rows."""
+    """Returns "made" (JSON of a result) and "problem" of every row of a batch; either is empty."""
     names = [column for column in cells if column not in (LOCATION, PROBLEM)]
     count = len(next(iter(cells.values())))
     rows = [{column: decoded(cells[column][i], features[column]) for column in names} for i in range(count)]
@@ -114,7 +118,7 @@ def _made(cells: Mapping[str, list[Any]], name: str, function: Callable[..., Any
 
 
 def _results(rows: list[dict[str, Any]], name: str, function: Callable[..., Any]) -> list[tuple[str, str]]:
-    """Returns (JSON, problem) of every row; either is empty."""
+    """Returns (JSON, problem) of every row; if a call with all rows fails, calls the function with single rows."""
     if "rows" not in inspect.signature(function).parameters:
         return [_result(row, name, function) for row in rows]
     try:
@@ -127,15 +131,18 @@ def _results(rows: list[dict[str, Any]], name: str, function: Callable[..., Any]
 
 
 def _given(value: Any, row: Any) -> Any:
+    """Returns `value`, in place of the user's function."""
     return value
 
 
 def _alone(function: Callable[[Any], Any], row: Any) -> Any:
+    """Returns the result of a function of several rows for one; raises ValueError if it returns another number."""
     (value,) = function([row])
     return value
 
 
 def _result(row: dict[str, Any], name: str, function: Callable[[Any], Any]) -> tuple[str, str]:
+    """Returns (JSON, "") of the function's result for a row, or ("", problem) for any error, SystemExit included."""
     try:
         return _json(function(row)), ""
     except RowError as error:
@@ -146,7 +153,7 @@ def _result(row: dict[str, Any], name: str, function: Callable[[Any], Any]) -> t
 
 
 def _json(value: Any) -> str:
-    """Converts the result of a user's function to the JSON of a row."""
+    """Returns a row as JSON: a text as column "text", a list as "messages", an object as is; RowError otherwise."""
     if isinstance(value, str):
         value = {"text": value}
     elif isinstance(value, list | tuple):

@@ -18,11 +18,11 @@ def read_pair(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Con
     """Reads the chosen conversation of a row; its field `rejected` is the rejected conversation.
 
     The prompt is a list of messages, the text of a question, which becomes a user turn, or plain text in a column
-    `prompt`, as in TRL. A row without a prompt has it at the start of both replies. Replies that repeat the prompt, as
-    whole chats do, are read without it.
+    `prompt`, as in TRL. A row without a prompt has it at the start of both replies: equal turns, or whole words.
+    Replies that repeat the prompt, as whole chats do, are read without it.
 
     Raises:
-        RowError: as `schemas.conversation`; or the two replies have different forms.
+        RowError: as `schemas.conversation`; only one of the replies is text; or chats have no common prompt.
     """
     columns = layout.columns
     prompt = _prompt(row, layout)
@@ -45,12 +45,12 @@ def read_pair(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Con
 
 
 def read_labelled(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
-    """Reads a prompt with a reply and its label, which is true for a good reply.
+    """Reads a prompt with a reply, and sets `Conversation.label`, which is true for a good reply.
 
     The prompt is as in `read_pair`. Without a column `completion` the reply is the last turn of the messages.
 
     Raises:
-        RowError: as `schemas.conversation`; or the label is neither true nor false.
+        RowError: as `schemas.conversation`; the label is neither true nor false; or there is no reply.
     """
     columns = layout.columns
     name = columns["label"]
@@ -81,7 +81,7 @@ def _as_completion(row: Mapping[str, Any], layout: Layout) -> tuple[Layout, dict
 
 
 def _side(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
-    """Reads a prompt with one reply."""
+    """Reads the cells "prompt" and "completion" as a conversation; raises RowError as `read_completion`."""
     prompt, reply = row[_PROMPT], row[_COMPLETION]
     if prompt == "" and isinstance(reply, str):
         if not reply.strip():
@@ -91,7 +91,7 @@ def _side(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Convers
 
 
 def _prompt(row: Mapping[str, Any], layout: Layout) -> Any:
-    """Returns the prompt of a row as messages or as plain text; None if the row has no prompt."""
+    """Returns a row's prompt as messages or plain text, None if it has none; RowError for other values."""
     columns = layout.columns
     for role in ("messages", "prompt"):
         value = row.get(columns.get(role, ""))
@@ -108,7 +108,7 @@ def _prompt(row: Mapping[str, Any], layout: Layout) -> Any:
 
 
 def _reply(row: Mapping[str, Any], column: str, layout: Layout) -> str | list[Any]:
-    """Returns a reply as text or as messages."""
+    """Returns a reply as text or as messages; raises RowError if it is empty, or a list of several texts."""
     value = row.get(column)
     if column in layout.chats:
         value = parsed(value, column)
@@ -128,7 +128,7 @@ def _reply(row: Mapping[str, Any], column: str, layout: Layout) -> str | list[An
 
 
 def _of_turns(prompt: Any, chosen: list[Any], rejected: list[Any], columns: Mapping[str, str]) -> tuple[Any, Any, Any]:
-    """Returns the messages of the prompt and of both replies; the replies may be given as whole chats."""
+    """Returns the messages of the prompt and of both replies, which may be whole chats; RowError without a prompt."""
     same = 0
     while same < min(len(chosen), len(rejected)) - 1 and _same_turn(chosen[same], rejected[same]):
         same += 1
@@ -151,15 +151,17 @@ def _of_turns(prompt: Any, chosen: list[Any], rejected: list[Any], columns: Mapp
 
 
 def _said(turn: Mapping[str, Any]) -> str:
+    """Returns the content of a message as text without white space around it; empty if it has none."""
     return str(turn.get("content") or turn.get("value") or "").strip()
 
 
 def _same_turn(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two messages have the same role and content; tool calls are not compared."""
     return role_of(one) == role_of(other) and _said(one) == _said(other)
 
 
 def _of_texts(chosen: str, rejected: str) -> tuple[str, str, str]:
-    """Splits two texts into their common prefix of whole words and their ends, which begin with the space."""
+    """Returns the common prefix of two texts, in whole words, and the rest of both, which begins with the space."""
     same = common_length(chosen, rejected)
     while same and not chosen[same - 1].isspace():
         same -= 1

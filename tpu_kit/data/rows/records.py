@@ -33,7 +33,7 @@ class Record(NamedTuple):
     """A row of a file.
 
     Attributes:
-        location: "line 3", or "row 2" of a JSON array, from 0.
+        location: "line 3", "line 3, column 5" of an error, "row 2" (from 0) of a JSON array, or as `read_lines`.
         values: cells by column; empty if the row has a problem.
         problem: why the row cannot be read; empty if it can.
     """
@@ -44,7 +44,7 @@ class Record(NamedTuple):
 
 
 def read_records(system: Any, file: str, separator: str | None) -> Iterator[Record]:
-    """Yields the rows of a file in order.
+    """Yields the rows of a file in order, without blank lines; a row that cannot be read has a problem.
 
     Args:
         system: the fsspec file system of the file.
@@ -52,7 +52,7 @@ def read_records(system: Any, file: str, separator: str | None) -> Iterator[Reco
         separator: separator of cells in CSV; None for JSON: an object per line, or an array of objects.
 
     Raises:
-        ValueError: the file as a whole cannot be read; the text names the file and the line.
+        ValueError: the file as a whole cannot be read; the text names the file and, if known, the line.
     """
     options = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": "", "compression": "infer"}
     try:
@@ -100,7 +100,7 @@ def read_lines(system: Any, file: str, start: int, end: int) -> Iterator[Record]
 
 
 def line_of(system: Any, file: str, location: str) -> str:
-    """Converts a location "byte N" of `read_lines` to a line number; returns other locations unchanged."""
+    """Converts a location "byte N" of `read_lines` to "line M", by reading `file`; returns others unchanged."""
     if not location.startswith("byte "):
         return location
     left, lines = int(location.removeprefix("byte ")), 1
@@ -111,6 +111,7 @@ def line_of(system: Any, file: str, location: str) -> str:
 
 
 def _text_lines(stream: Any, file: str) -> Iterator[str]:
+    """Yields the lines of a text stream; raises ValueError at a line that is not UTF-8 or has NUL bytes."""
     for number, line in enumerate(stream, start=1):
         try:
             line.encode()  # bytes that are not UTF-8 were read as surrogates
@@ -126,6 +127,7 @@ def _text_lines(stream: Any, file: str) -> Iterator[str]:
 
 
 def _json(stream: Any, file: str) -> Iterator[Record]:
+    """Yields the rows of an array of objects or of JSON lines; raises ValueError for an array that is not valid."""
     begin = next((line for line in stream if line.strip()), "")
     stream.seek(0)
     if begin.lstrip().startswith("["):  # an array of rows, possibly over many lines, or an array per line
@@ -143,7 +145,7 @@ def _json(stream: Any, file: str) -> Iterator[Record]:
 
 
 def _decode(text: str, line: int) -> tuple[Any, str, str]:
-    """Decodes a JSON text that begins on `line`; returns its value, its location, and an error (empty if valid)."""
+    """Decodes JSON that begins on `line`; returns its value or None, "line N", and an error (empty if valid)."""
     try:
         return _DECODER.decode(text), f"line {line}", ""
     except json.JSONDecodeError as error:
@@ -156,6 +158,7 @@ def _decode(text: str, line: int) -> tuple[Any, str, str]:
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Returns a JSON object from its keys and values; raises ValueError if a key occurs twice."""
     values = dict(pairs)
     if len(values) < len(pairs):
         names = [name for name, _ in pairs]
@@ -170,7 +173,10 @@ _NOT_FINITE = (math.inf, -math.inf)
 
 
 def as_record(value: Any, location: str) -> Record:
-    """Makes a row from a decoded value, with a problem if Arrow cannot store it; NaN and infinity become null."""
+    """Makes a row from a decoded value; with a problem if it is no object or has half of a surrogate pair.
+
+    Cells that are NaN or infinite become None.
+    """
     if not isinstance(value, dict):
         return Record(location, {}, f"a row must be an object, not {json.dumps(value)[:30]}")
     try:
@@ -188,7 +194,8 @@ def as_record(value: Any, location: str) -> Record:
 def _csv(stream: Any, file: str, separator: str) -> Iterator[Record]:
     """Yields the rows of CSV with all cells as text: 007 is not 7, NA and null are words, an empty cell is empty.
 
-    Strips white space around column names, and before cells if the header has it after every separator.
+    Strips white space around column names, and before cells if the header has it after every separator. A row with
+    another number of cells has a problem; a column name that occurs twice and unmatched quotes raise ValueError.
     """
     csv.field_size_limit(sys.maxsize)  # the default refuses cells over 128 KiB
     header = next((line for line in stream if line.strip()), "")
@@ -226,11 +233,11 @@ def _csv(stream: Any, file: str, separator: str) -> Iterator[Record]:
 def write_records(records: Callable[[], Iterator[tuple[str, Record]]], target: Path) -> None:
     """Writes rows atomically as an Arrow file that `datasets` opens, with the columns `LOCATION` and `PROBLEM`.
 
-    A column of texts and numbers becomes text; a column with lists or objects becomes JSON.
+    A column of only int, only float or only bool keeps its type, mixed numbers and texts become text, the rest JSON.
 
     Args:
         records: returns an iterator of files and rows; the file is "" if the location names it. Called twice.
-        target: the Arrow file.
+        target: path of the Arrow file; its folder is made, and an existing file replaced.
     """
     kinds: dict[str, set[type]] = {}
     for _, record in records():
@@ -253,13 +260,14 @@ def _kind(cell: Any) -> type:
 
 
 def _feature(types: set[type]) -> Any:
+    """Returns the feature of `datasets` for a column whose cells have the types of `_kind`."""
     if types in ({int}, {float}, {bool}):
         return Value({int: "int64", float: "float64", bool: "bool"}[types.pop()])
     return Value("string") if types <= {str, int, float} else Json()
 
 
 def stored_cell(cell: Any, feature: Any) -> Any:
-    """Converts a cell to the type of its column; in a text column, whole numbers have no decimal point."""
+    """Converts a cell to its column's type: to JSON text, or to text, where 2.0 is 2; None and numbers stay."""
     if cell is None or (isinstance(feature, Value) and feature.dtype != "string"):
         return cell
     if isinstance(feature, Json):

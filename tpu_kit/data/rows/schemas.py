@@ -48,11 +48,11 @@ class Conversation(NamedTuple):
     """The content of a row.
 
     Attributes:
-        messages: a chat, or plain text.
+        messages: a chat of at least one turn (see `messages.py`), or plain text.
         first: index of the first message (in plain text, character) after the prompt; the prompt carries no loss.
         tools: JSON schemas for the chat template.
         added: number of messages at the start that the row lacks: 1 with the turn of `data.system_prompt`, else 0.
-        begun: start of the last reply that is part of the prompt; the model continues it.
+        begun: start of the last reply that is part of the prompt; the model continues it. Empty if there is none.
         images: images in the order of `messages.IMAGE` in the texts; later replaced by `data.images.files.Picture`.
         rejected: for a pair, the same prompt with the rejected reply.
         label: whether the reply is good, for labelled rows; else None.
@@ -77,10 +77,11 @@ class Conversation(NamedTuple):
         return self.messages[:last] + words
 
     def questions(self, config: DataConfig, *, users_alone: bool = False) -> list[int]:
-        """Returns the hashes of the prompts of all trained replies; the last hash is the question of the row.
+        """Returns int64 hashes of the prompts of all trained replies; the last hash is the question of the row.
 
         The hash covers everything before the reply: system turn, tools, calls and earlier replies. It does not depend
-        on the row's format (chat, columns or plain text), nor on template, tokenizer and other settings.
+        on the row's format (chat, columns or plain text), nor on template, tokenizer and other settings. Plain text has
+        one hash: its prompt's, or its own without a prompt. Images must be `Picture` objects.
 
         Args:
             config: has the reasoning tags, which may replace other tags in `messages`.
@@ -136,6 +137,7 @@ def _json(value: Any) -> str:
 
 
 def _hash(text: str) -> int:
+    """Returns a hash of the `normalised` text, an int64."""
     return int.from_bytes(hashlib.blake2b(normalised(text).encode(), digest_size=8).digest(), "little", signed=True)
 
 
@@ -156,11 +158,11 @@ def normalised(text: str) -> str:
 
 
 def conversation(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
-    """Reads a row; a chat without a system turn gets `data.system_prompt`.
+    """Reads a row as its data set returns it; a chat without a system turn gets `data.system_prompt`.
 
     Raises:
-        RowError: a cell is empty or does not fit its role, the row is marked as unwanted, or no assistant turn carries
-            loss.
+        RowError: a cell is empty or does not fit its role, the row is marked as unwanted, images and their places are
+            not as many, or no assistant turn carries loss.
     """
     talk = _of_row(layout.plain(row), layout, config)
     if layout.images:
@@ -176,7 +178,7 @@ def conversation(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> 
 
 
 def _of_row(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
-    """Reads a row without adding `data.system_prompt` or images."""
+    """Reads a row of `Layout.plain` without adding `data.system_prompt` or images; raises RowError if unwanted."""
     for column in layout.switches:
         if is_wanted(column, row.get(column)) is False:
             raise RowError(
@@ -188,7 +190,7 @@ def _of_row(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conve
 
 
 def _with_images(talk: Conversation, row: Mapping[str, Any], layout: Layout) -> Conversation:
-    """Collects the images of the messages; places without an image get the images of the row's column."""
+    """Moves the messages' images to `images`; places without one get the column's; RowError if they are not as many."""
     column = layout.columns.get("images", "")
     given = _images_of(row.get(column), column)
     if isinstance(talk.messages, str):
@@ -211,7 +213,7 @@ def _with_images(talk: Conversation, row: Mapping[str, Any], layout: Layout) -> 
 
 
 def _images_of(value: Any, column: str) -> list[Any]:
-    """Returns the images of a cell: a single image, or a list of images, also as JSON text."""
+    """Returns the images of a cell, without empty ones: a single image, or a list of images, also as JSON text."""
     if isinstance(value, str) and value.lstrip().startswith("["):
         value = parsed(value, column)
     values = value if isinstance(value, list) else [value]
@@ -219,12 +221,12 @@ def _images_of(value: Any, column: str) -> list[Any]:
 
 
 def read_text(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
-    """Reads a row of plain text; raises RowError as `conversation`."""
+    """Reads a row of plain text, which has no prompt; raises RowError as `conversation`."""
     return Conversation(_text(row, layout.columns["text"]), 0)
 
 
 def read_chat(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
-    """Reads a chat, whose last reply may be in separate columns; raises RowError as `conversation`."""
+    """Reads a chat; `first` is its first reply with loss, or the last reply if in own columns; may raise RowError."""
     columns = layout.columns
     system, tools = _system(row, layout, config), _tools(row, layout)
     turns = parsed(row.get(columns["messages"]), columns["messages"])
@@ -237,7 +239,7 @@ def read_chat(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Con
 
 
 def read_prompt(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
-    """Reads a prompt without a reply, for runs that sample replies; raises RowError as `conversation`."""
+    """Reads a prompt (text or messages) for runs that sample replies; its reply is `NO_REPLY`; may raise RowError."""
     columns = layout.columns
     system, tools = _system(row, layout, config), _tools(row, layout)
     asked = row.get(columns["prompt"])
@@ -250,7 +252,7 @@ def read_prompt(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> C
 
 
 def read_problem(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
-    """Reads a question and its answer, with or without reasoning; raises RowError as `conversation`."""
+    """Reads a question, its answer and any reasoning; replies in the `history` carry loss too; may raise RowError."""
     column, system, tools = layout.columns["question"], _system(row, layout, config), _tools(row, layout)
     question, reasoning, answer = problem(row, layout, config).values()
     earlier = history(row, layout)
@@ -273,6 +275,7 @@ def _reply(
 
 
 def _calls(row: Mapping[str, Any], column: str, tools: list[Any] | None) -> list[dict[str, Any]]:
+    """Returns the calls of a cell, empty without tools or calls; raises RowError for a function not in `tools`."""
     names = {tool["function"]["name"] for tool in tools or ()}
     if not names or not are_calls(row[column]):
         return []
@@ -283,7 +286,7 @@ def _calls(row: Mapping[str, Any], column: str, tools: list[Any] | None) -> list
 
 
 def read_completion(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
-    """Reads a prompt and its completion: two texts, or a chat whose end may be text; raises as `conversation`."""
+    """Reads a prompt and its completion: two texts, or messages and text or messages; raises as `conversation`."""
     columns = layout.columns
     prompt, completion = (_turns(row, columns[role], layout) for role in ("prompt", "completion"))
     if isinstance(prompt, list) and prompt and all(isinstance(turn, Mapping) for turn in prompt):
@@ -306,7 +309,7 @@ def read_completion(row: Mapping[str, Any], layout: Layout, config: DataConfig) 
 
 
 def is_turns(value: Any) -> TypeGuard[list[Any]]:
-    """Whether a value is a list that contains messages."""
+    """Whether a value is a list with at least one message, an object with a role."""
     return isinstance(value, list) and any(
         isinstance(turn, Mapping) and ("role" in turn or "from" in turn) for turn in value
     )
@@ -320,7 +323,7 @@ def _turns(row: Mapping[str, Any], column: str, layout: Layout) -> Any:
 
 
 def history(row: Mapping[str, Any], layout: Layout) -> list[dict[str, Any]]:
-    """Returns the turns before the question, from a list of messages or a list of [question, reply] pairs."""
+    """Returns the turns before the question, from messages or [question, reply] pairs; RowError for other values."""
     column = layout.columns.get("history", "")
     value = row.get(column)
     if isinstance(value, str) and value.lstrip().startswith("["):
@@ -342,7 +345,10 @@ def history(row: Mapping[str, Any], layout: Layout) -> list[dict[str, Any]]:
 
 
 def _continued(messages: list[dict[str, Any]], first: int, tools: list[Any] | None) -> Conversation:
-    """Makes a conversation; if the prompt ends in an assistant turn, the reply continues that turn, as in TRL."""
+    """Makes a conversation; the reply continues a prompt that ends in a reply (RowError unless both are text).
+
+    `first` is the index of the first message after the prompt.
+    """
     words, reply = messages[first - 1 : first + 1] if first else ({"role": ""}, messages[0])
     if words["role"] != "assistant" or reply["role"] != "assistant":
         return Conversation(messages, first, tools)
@@ -354,17 +360,12 @@ def _continued(messages: list[dict[str, Any]], first: int, tools: list[Any] | No
 
 
 def problem(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> dict[str, str]:
-    """Returns question, reasoning (empty if the row has none) and answer of a chain-of-thought row as text.
+    """Returns the texts "question", "reasoning" (empty if the row has none) and "answer" of a row of `Layout.plain`.
 
-    The question includes its context and its options.
-
-    Args:
-        row: result of `Layout.plain`.
-        layout: layout of the rows.
-        config: the data section.
+    The question includes its context and its options. An answer that is the number of an option becomes its label.
 
     Raises:
-        RowError: a cell is empty, or is not a text, number, object or list.
+        RowError: a cell is empty, or no text, number, object or list; or the answer fits no option, or several.
     """
     columns = layout.columns
     question = question_of(row, layout)
@@ -390,6 +391,8 @@ def question_of(row: Mapping[str, Any], layout: Layout) -> str:
 def expected_answer(row: Mapping[str, Any], layout: Layout) -> Any:
     """Returns the expected answer of a row of `Layout.plain`: a text, or a list of alternative texts.
 
+    Numbers become texts; an empty cell, true and false are returned unchanged.
+
     Raises:
         RowError: the cell holds an object, or a list of other values than texts and numbers.
     """
@@ -408,7 +411,7 @@ def expected_answer(row: Mapping[str, Any], layout: Layout) -> Any:
 
 
 def _solved(row: Mapping[str, Any], layout: Layout, config: DataConfig, options: Mapping[str, str]) -> tuple[str, str]:
-    """Returns the reasoning (empty if there is none) and the answer from the columns of a row."""
+    """Returns the reasoning (empty if there is none) and the answer from columns or tags; RowError if both have one."""
     columns = layout.columns
     answer = with_own_tags(
         _chosen(_cell(row, columns["answer"]), options, columns["answer"], layout.first_option), config
@@ -430,7 +433,7 @@ def _solved(row: Mapping[str, Any], layout: Layout, config: DataConfig, options:
 
 
 def _chosen(answer: str, options: Mapping[str, str], column: str, first: int) -> str:
-    """Returns the answer; a number becomes the label of that option, counted from `first`."""
+    """Returns the answer, or the label of the option whose number, from `first`, it is; RowError if it fits none."""
     said = answer.strip()
     if not options or said in options:
         return answer
@@ -447,7 +450,7 @@ def _chosen(answer: str, options: Mapping[str, str], column: str, first: int) ->
 
 
 def final_answer(talk: Conversation, config: DataConfig) -> str:
-    """Returns the last assistant turn or the completion, without reasoning; empty for plain text without a prompt."""
+    """Returns the last reply (also `NO_REPLY`) or completion, without reasoning; empty for text without a prompt."""
     if isinstance(talk.messages, str):
         said = talk.messages[talk.first :] if talk.first else ""
     else:
@@ -457,6 +460,7 @@ def final_answer(talk: Conversation, config: DataConfig) -> str:
 
 
 def _system(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> str | None:
+    """Returns the text of the row's column for the system turn; None if it is empty or missing."""
     column = layout.columns.get("system", "")
     value = row.get(column)
     if not is_filled(value):
@@ -465,6 +469,7 @@ def _system(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> str |
 
 
 def _tools(row: Mapping[str, Any], layout: Layout) -> list[Any] | None:
+    """Returns the tools of a row as `read_tools`; None if it has none."""
     column = layout.columns.get("tools")
     return read_tools(row.get(column), column) if column else None
 
@@ -472,7 +477,7 @@ def _tools(row: Mapping[str, Any], layout: Layout) -> list[Any] | None:
 def _last_turn(
     turns: list[Any], row: Mapping[str, Any], layout: Layout, config: DataConfig, tools: list[Any] | None
 ) -> list[dict[str, Any]]:
-    """Returns the last reply of a chat from separate columns; empty if the chat contains it already."""
+    """Returns the last reply of a chat from separate columns; empty if the chat has it; RowError if it has another."""
     columns = layout.columns
     given = _turns(row, columns["answer"], layout)
     is_answered = bool(turns) and isinstance(turns[-1], Mapping) and role_of(turns[-1]) == "assistant"
@@ -495,7 +500,7 @@ def _last_turn(
 
 
 def _text(row: Mapping[str, Any], column: str) -> str:
-    """Returns the cell of plain text."""
+    """Returns the cell of plain text; a number becomes text. Raises RowError for other values and empty cells."""
     value = row.get(column)
     if isinstance(value, Mapping | list):
         raise RowError(f"column {column!r} holds a {type(value).__name__}, text is needed: {str(value)[:60]}")
@@ -503,5 +508,5 @@ def _text(row: Mapping[str, Any], column: str) -> str:
 
 
 def _cell(row: Mapping[str, Any], column: str) -> str:
-    """Returns a cell of a question, a context, an answer, a prompt or a completion as text."""
+    """Returns a cell of a question, a context, an answer, a prompt or a completion as text, or raises RowError."""
     return content_text(row.get(column), f"column {column!r}")

@@ -62,15 +62,16 @@ def load_rows(source: str, split: str = "train", seed: int = 0, *, skip: bool = 
     """Loads the rows of a source; JSON and CSV files add the columns `records.LOCATION` and `records.PROBLEM`.
 
     Args:
-        source: "embedded", a path, glob or URL (`gs://...`) of files, a folder of `save_to_disk`, a folder laid out
-            like a data set of the hub, or a data set of the hub. If the last two have several configurations, name
-            one after a colon (`openai/gsm8k:main`).
-        split: name of a split, optionally with a slice, as in `train[:1000]`. Files have the single split `train`.
+        source: "embedded", "embedded-pairs" or "embedded-images", a path, glob or URL (`gs://...`) of files, a folder
+            of `save_to_disk`, a folder laid out like a data set of the hub, or a data set of the hub. If the last two
+            have several configurations, name one after a colon (`openai/gsm8k:main`).
+        split: name of a split, optionally with a slice, as in `train[:1000]`; not for a folder of `save_to_disk`. Files
+            have the single split `train`.
         seed: seed of generated rows.
-        skip: as in `check_rows`; the cells of an unreadable row are None.
+        skip: as in `check_rows`; an unreadable row stays, its cells are None.
 
     Raises:
-        ValueError: the source does not exist or cannot be read; the text names the file and the line.
+        ValueError: the source or split does not exist, cannot be read or has no rows, or as `check_rows`.
     """
     if source == "embedded":
         rows = _embedded(split, seed)
@@ -92,7 +93,7 @@ def load_rows(source: str, split: str = "train", seed: int = 0, *, skip: bool = 
 
 
 def check_rows(rows: Dataset, problems: Sequence[str | None], source: str, *, skip: bool) -> tuple[str, ...]:
-    """Checks the problems of rows; returns texts with location and problem of the first bad rows.
+    """Checks the problems of rows; returns texts "LOCATION: PROBLEM" of the first `SHOWN` bad rows.
 
     Args:
         rows: result of `load_rows`.
@@ -112,7 +113,7 @@ def check_rows(rows: Dataset, problems: Sequence[str | None], source: str, *, sk
 
 
 def check_found(found: Sequence[tuple[str, str]], bad: int, read: int, source: str, *, skip: bool) -> tuple[str, ...]:
-    """Checks as `check_rows`, given the number of bad rows and of all rows, and the first bad rows in `found`."""
+    """Checks as `check_rows`, given the numbers of bad and of all rows; `found` has location and problem of some."""
     shown = tuple(f"{location}: {problem}" for location, problem in found)
     most = 2 * bad > read
     if not bad or (skip and not most):
@@ -131,7 +132,7 @@ def check_found(found: Sequence[tuple[str, str]], bad: int, read: int, source: s
 
 
 def synthetic_rows(split: str) -> int:
-    """Returns the number of rows of the synthetic source; raises ValueError for another split than "train"."""
+    """Returns the number of rows of the synthetic source: N of "train[:N]"; ValueError unless `split` is of "train"."""
     match = _SPLIT.fullmatch(split)
     if not match or match[1] != "train" or match[2] == "0":
         raise ValueError(f'data source {SYNTHETIC} has the split "train", as in "train[:100]", not {split!r}')
@@ -146,19 +147,22 @@ class Files(NamedTuple):
     kind: str
 
     def records(self) -> Iterator[tuple[str, Record]]:
-        """Yields the files and rows of JSON and CSV."""
+        """Yields (path, row) for all rows of JSON or CSV files; raises ValueError as `read_records`."""
         for path in self.paths:
             for record in self.records_of(path):
                 yield path, record
 
     def records_of(self, path: str) -> Iterator[Record]:
-        """Yields the rows of a JSON or CSV file."""
+        """Yields the rows of a JSON or CSV file; raises ValueError as `read_records`."""
         separator = ("\t" if ".tsv" in Path(path).name.lower() else ",") if self.kind == "csv" else None
         return read_records(self.system, path, separator)
 
 
 def find_files(source: str, split: str) -> Files | None:
-    """Finds the files of a path, glob or URL; None for a data set of the hub."""
+    """Finds the files of a path, folder, glob or URL; None for another name, such as a data set of the hub.
+
+    Raises ValueError for missing files or splits, unknown kinds, and a list of data sets of LLaMA-Factory.
+    """
     if registry := _registry(source):
         raise ValueError(registry)
     folder, _, subset = (source, "", "") if os.path.isdir(source) else source.rpartition(":")
@@ -174,7 +178,10 @@ def find_files(source: str, split: str) -> Files | None:
 
 
 def _folder_files(folder: str, subset: str, split: str) -> Files:
-    """Finds the files of a folder's split as `datasets` does, by README and file names."""
+    """Finds the files of a folder's split as `datasets` does, by README and file names; `subset` is a configuration.
+
+    Raises ValueError for a missing or unclear configuration, a missing split, other data files, and mixed kinds.
+    """
     advice = f"data source {folder}: a folder; name the files in it, such as {Path(folder, '*.jsonl')}"
     logging.getLogger("huggingface_hub.repocard").setLevel(logging.ERROR)  # it warns about a README without metadata
     try:
@@ -224,12 +231,13 @@ def _registry(source: str) -> str:
 
 
 def kind_of(path: str) -> str | None:
-    """Returns the kind of a file by its name, ignoring the suffix of a compression; None if unknown."""
+    """Returns "json", "csv" or "parquet" by a file's name, ignoring the suffix of a compression; None if unknown."""
     suffixes = [suffix for suffix in Path(path).suffixes if suffix not in _COMPRESSED]
     return _KINDS.get(suffixes[-1].lower()) if suffixes else None
 
 
 def _from_text(source: str, split: str, files: Files) -> Dataset:
+    """Returns the rows of JSON or CSV files, from a cached Arrow file that depends on paths and contents."""
     stamps = [f"{path} {files.system.ukey(path)}" for path in files.paths]
     name = hashlib.blake2b(json.dumps([_VERSION, files.kind, stamps]).encode(), digest_size=16).hexdigest()
     target = Path(datasets_config.HF_DATASETS_CACHE) / "tpu_kit" / "rows" / f"{name}.arrow"
@@ -247,6 +255,7 @@ def _from_text(source: str, split: str, files: Files) -> Dataset:
 
 
 def _from_parquet(source: str, split: str, files: Files) -> Dataset:
+    """Returns the rows of Parquet files; raises ValueError if they cannot be read, or hold texts that are not UTF-8."""
     paths = [files.system.unstrip_protocol(path) if "://" in source else path for path in files.paths]
     try:
         # Without the entity tag, the cache would keep an object that has been replaced.
@@ -259,6 +268,7 @@ def _from_parquet(source: str, split: str, files: Files) -> Dataset:
 
 
 def _from_saved(source: str, split: str) -> Dataset:
+    """Returns the rows of a folder of `save_to_disk`; a folder of a single `Dataset` ignores the split."""
     try:
         rows = load_from_disk(source)
         for part in rows.values() if isinstance(rows, DatasetDict) else [rows]:
@@ -273,6 +283,7 @@ def _from_saved(source: str, split: str) -> Dataset:
 
 
 def _from_hub(source: str, split: str) -> Dataset:
+    """Downloads a data set of the hub, NAME or NAME:CONFIGURATION, or reads its cache; ValueError if that fails."""
     name, _, subset = source.partition(":")
     ask_hub_once()
     try:
@@ -285,7 +296,7 @@ def _from_hub(source: str, split: str) -> Dataset:
 
 
 def _glob(source: str) -> tuple[Any, list[str]]:
-    """Returns the file system of a path, glob or URL, and its files in order; raises ValueError for empty files."""
+    """Returns the file system of a path, glob or URL, and its files in order; ValueError if one cannot be read."""
     from fsspec.core import url_to_fs
 
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs a traceback of each error that it raises
@@ -320,11 +331,13 @@ def _glob(source: str) -> tuple[Any, list[str]]:
 
 
 def _cause(error: BaseException) -> str:
+    """Returns the text of an error's cause, or of the error, on one line."""
     text = " ".join(str(error.__cause__ or error).split()) or type(error).__name__
     return "it has no rows" if "corresponds to no data" in text or "BatchSize must be greater" in text else text
 
 
 def _embedded(split: str, seed: int, make: Callable[..., list[dict[str, str]]] = embedded.cot_rows) -> Dataset:
+    """Returns the rows that `make` generates for "train" or "eval", with [:N] for N rows; ValueError for others."""
     match = _SPLIT.fullmatch(split)
     if not match or match[1] not in EMBEDDED_ROWS:
         raise ValueError(f'data source embedded has the splits "train" and "eval", as in "train[:100]", not {split!r}')
@@ -333,7 +346,7 @@ def _embedded(split: str, seed: int, make: Callable[..., list[dict[str, str]]] =
 
 
 def _embedded_images(split: str, seed: int) -> Dataset:
-    """Returns rows with pictures, from a file that the run's processes can read too."""
+    """Returns generated rows with pictures, from a cached file that all processes of the run can read."""
     from tpu_kit.assets import pictures
 
     match = _SPLIT.fullmatch(split)
@@ -371,7 +384,7 @@ def saved_rows_path(data: Dataset | DatasetDict, folder: Path) -> Path:
 
 
 def save_rows(data: Dataset | DatasetDict, folder: Path) -> str:
-    """Writes a data set to `saved_rows_path`, so that other processes can load it; returns the path as a source."""
+    """Writes a data set to `saved_rows_path`, unless it is there; returns the path as a source for other processes."""
     target = saved_rows_path(data, folder)
     if not target.exists():  # a resumed run finds its rows there
         with atomic.replacing(target, shared=True) as part:
