@@ -23,7 +23,7 @@ _VERSIONS = ("tpu_kit", "torch", "torch_xla", "transformers", "peft")
 
 
 def hub_id(name: str) -> str | None:
-    """Returns the base model's name on the hub; None for a folder or the embedded model."""
+    """Returns a model's name if it can be a name on the hub, "owner/name"; None for a folder or the embedded model."""
     local = name == "embedded" or name.startswith((".", "/", "~")) or name.count("/") != 1 or Path(name).is_dir()
     return None if local else name
 
@@ -36,7 +36,10 @@ def hub_data(source: str | None) -> str | None:
 
 
 def base_licence(base: str, revision: str | None) -> dict[str, str]:
-    """Returns the licence fields of the base model's card; empty if it has none or the hub does not answer."""
+    """Asks the hub for the base model's card, and returns its fields license, license_name and license_link.
+
+    Missing fields are left out; the result is empty if the hub does not answer.
+    """
     from huggingface_hub import HfApi
 
     try:
@@ -63,7 +66,7 @@ def model_card(
         config: the run.
         run_dir: the run's folder; eval.json and metrics.jsonl in it are used if they exist.
         kind: the kind of export, such as "merged weights in bf16".
-        base: the base model's name on the hub, or None.
+        base: the base model's name on the hub, or None, which leaves out base_model and relation.
         use: how to load the export, in Markdown.
         checks: comparisons and notes, as lines.
         relation: to the base model: "adapter", "finetune" or "quantized".
@@ -105,7 +108,7 @@ def model_card(
 
 
 def _results(config: TrainConfig, data: str, share: Accuracy, answers: Mapping[str, Any]) -> list[Any]:
-    """Returns the accuracy of the tuned model in the form that the hub reads."""
+    """Returns the tuned model's accuracy `share` on the hub's data set `data` in a list, in the form the hub reads."""
     from huggingface_hub import EvalResult
 
     source = config.data.eval_source or str(config.data.source)
@@ -128,6 +131,7 @@ def _settings(config: TrainConfig) -> str:
     """Returns the configuration as YAML, with only the last part of local paths."""
 
     def portable(value: Any) -> Any:
+        """Returns a value in which texts that look like local paths are only their last part."""
         if isinstance(value, dict):
             return {name: portable(inner) for name, inner in value.items()}
         if isinstance(value, list):

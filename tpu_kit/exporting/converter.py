@@ -31,7 +31,7 @@ _UNKNOWN_TOKENIZER = "BPE pre-tokenizer was not recognized"
 
 
 def archive_at_hand() -> Path:
-    """Returns the path of the converters' archive in the cache, after fetching it if it is missing.
+    """Returns the path of the converters' archive in the user's cache; pip downloads it if it is missing.
 
     Raises:
         ValueError: it cannot be fetched, or its checksum is wrong.
@@ -51,7 +51,7 @@ def archive_at_hand() -> Path:
 
 @contextlib.contextmanager
 def converter() -> Iterator[Path]:
-    """Yields a folder with llama.cpp's converters while the body runs; raises as `archive_at_hand`."""
+    """Yields a temporary folder with llama.cpp's converters, deleted after the body; raises as `archive_at_hand`."""
     archive = archive_at_hand()
     with tempfile.TemporaryDirectory(prefix="llama.cpp-") as folder, tarfile.open(archive) as files:
         for member in files:
@@ -65,6 +65,7 @@ def converter() -> Iterator[Path]:
 
 
 def _fetch(archive: Path) -> None:
+    """Downloads the pinned archive with pip, and writes it to the path `archive`; raises ValueError if pip fails."""
     archive.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=archive.parent) as folder:
         wanted = Path(folder) / "requirements.txt"
@@ -86,7 +87,7 @@ def convert_model(folder: Path, target: Path, outtype: str, tools: Path, *, proj
     """Converts a folder of transformers, with model and tokenizer, to a GGUF file.
 
     Args:
-        folder: of the model.
+        folder: folder of the model.
         target: the file to write.
         outtype: f16, bf16 or q8_0.
         tools: the folder of `converter`.
@@ -130,6 +131,7 @@ def convert_adapter(adapter: Path, base: Path, target: Path, tools: Path) -> Non
 
 
 def _run(arguments: list[str], target: Path) -> None:
+    """Runs a script of llama.cpp offline; raises ValueError if it fails or does not write `target`."""
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "PJRT_DEVICE": "CPU", "HF_HUB_OFFLINE": "1"}
     environment.pop("NO_LOCAL_GGUF", None)  # it selects another version of the gguf library
     done = run_child(arguments, environment)

@@ -46,12 +46,12 @@ class LogitComparison:
         by: the program that read the export.
         unit: "logits", or "log-probabilities" if the program reports no logits.
         positions: number of compared tokens.
-        largest: largest difference from the tuned model.
-        limit: upper limit of `largest`.
+        largest: largest absolute difference from the tuned model.
+        limit: upper limit of `largest`, in its unit.
         agreement: share of positions with the same likeliest token.
         least: lower limit of `agreement`.
-        mean: mean difference from the tuned model.
-        effect: mean difference between the tuned model and the base.
+        mean: mean absolute difference from the tuned model; at most `LOST` of `effect` is within the limits.
+        effect: mean absolute difference between the tuned model's logits and the base's.
         share: share of positions, those with the smallest differences, that `largest` covers.
     """
 
@@ -68,7 +68,7 @@ class LogitComparison:
 
     @property
     def problems(self) -> list[str]:
-        """The problems of the export; empty if there are none."""
+        """Texts about the bounds that do not hold; empty if the export is the tuned model."""
         texts = {
             f"the largest difference of its {self.unit}{self._where} is {self.largest:.4g}, more than {self.limit:.4g}":
                 self.largest <= self.limit,
@@ -82,6 +82,7 @@ class LogitComparison:
 
     @property
     def _where(self) -> str:
+        """The share of the positions for texts; empty if it is all."""
         return f" at {self.share:.0%} of the positions" if self.share < 1 else ""
 
     def __str__(self) -> str:
@@ -102,9 +103,9 @@ def logits(
 
     Args:
         model: of transformers or PEFT.
-        prompts: token ids, which may carry pictures.
+        prompts: token ids, which may carry pictures (`PicturedIds`); they run one at a time.
         positions: maximum number of positions per prompt.
-        pictures: the model's keyword arguments for the pictures of every prompt, if the ids carry none.
+        pictures: the model's keyword arguments for the pictures of every prompt; empty: the pictures of the ids.
     """
     given = pictures or pictures_of(prompts) or [{}] * len(prompts)
     with torch.no_grad():
@@ -115,7 +116,7 @@ def logits(
 
 
 def pictures_of(prompts: Sequence[Any]) -> list[dict[str, torch.Tensor]]:
-    """Returns a transformers model's keyword arguments for the pictures of every prompt; empty for text."""
+    """Returns a transformers model's keyword arguments for the pictures of every prompt; an empty list without any."""
     pictured = any(hasattr(ids, "pictures") for ids in prompts)
     return [ids.for_transformers() if hasattr(ids, "pictures") else {} for ids in prompts] if pictured else []
 
@@ -124,7 +125,7 @@ def compare(
     tuned: Sequence[torch.Tensor], exported: Sequence[torch.Tensor], effect: float, stored: str, by: str,
     mixture: bool = False,
 ) -> LogitComparison:  # fmt: skip
-    """Compares an export's logits with the tuned model's logits.
+    """Compares an export's logits with the tuned model's logits; raises nothing, see `LogitComparison.problems`.
 
     If rounding routes a token to other experts, the logits of its position change by several times the limit. In random
     mixtures in bf16, this affected at most 8 % of the positions; a missing adapter affects all positions.
@@ -177,7 +178,7 @@ Answer = list[tuple[int, dict[int, float]]]
 def run_llama_cpp(
     model: Path, prompts: Sequence[Sequence[int]], texts: Sequence[str], adapter: Path | None = None
 ) -> tuple[list[Answer], list[int]]:
-    """Runs a GGUF file in llama.cpp, in a new process.
+    """Runs a GGUF file in llama.cpp, in a new process on the CPU.
 
     Args:
         model: the file.
@@ -186,7 +187,7 @@ def run_llama_cpp(
         adapter: the file of a LoRA adapter, if `model` is its base model.
 
     Returns:
-        The answers to the prompts, and the numbers of tokens of the texts.
+        The greedy answers to the prompts, of up to `NEW` tokens, and the number of tokens of every text.
 
     Raises:
         ValueError: llama.cpp refuses the file; the text ends with its error.
@@ -201,7 +202,7 @@ def compare_answers(
     model: torch.nn.Module, prompts: Sequence[Any], answers: Sequence[Answer], effect: float, stored: str,
     by: str = "llama.cpp",
 ) -> LogitComparison:  # fmt: skip
-    """Compares another program's log-probabilities with the tuned model's for the same tokens; see `compare`."""
+    """Compares another program's log-probabilities in its answers to `prompts` with `model`'s; see `compare`."""
     differences, same, spreads = [], [], []
     for ids, answer in zip(prompts, answers, strict=True):
         tokens = [token for token, _ in answer]
@@ -218,6 +219,7 @@ def compare_answers(
 def _check(
     by: str, unit: str, differences: torch.Tensor, same: torch.Tensor, spread: torch.Tensor, effect: float, stored: str
 ) -> LogitComparison:
+    """Returns a comparison with the limits of `stored`; `same` and `spread` (logits' deviation) are by position."""
     limit, least = LIMITS[stored]
     return LogitComparison(
         by, unit, len(same), float(differences.max()), limit * float(spread.mean()), float(same.float().mean()), least,
@@ -228,9 +230,9 @@ def _check(
 def in_child(
     job: dict[str, Any], module: str = "tpu_kit.exporting.equivalence", variables: Mapping[str, str] = {}
 ) -> Any:
-    """Runs `module` with a job in a new process without accelerators, and returns its result.
+    """Runs `module` with a job (as JSON) in a new process without accelerators, and returns its result of `torch.save`.
 
-    `variables` are added to the environment. Raises ValueError if the process fails.
+    `variables` are added to the environment. Raises ValueError if the process fails or takes more than `SECONDS`.
     """
     environment = os.environ | {"PJRT_DEVICE": "CPU", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
     environment |= variables
@@ -252,11 +254,13 @@ def in_child(
 
 
 def _read(job: dict[str, Any]) -> list[torch.Tensor]:
+    """Returns the export's logits on a job's "prompts", with its file of "pictures", if any."""
     pictures = torch.load(job["pictures"], weights_only=True) if "pictures" in job else ()
     return logits(_stock(job), job["prompts"], pictures=pictures)
 
 
 def _stock(job: dict[str, Any]) -> torch.nn.Module:
+    """Opens a job's "folder" in fp32, on "base" if it is an adapter; raises ValueError if weights do not fit."""
     options = job["base"] or {"pretrained_model_name_or_path": job["folder"]}
     config = ModelConfig(
         name=options["pretrained_model_name_or_path"], base_dtype="fp32",
@@ -302,6 +306,7 @@ def answer_of(places: Sequence[Mapping[str, Any]]) -> Answer:
 
 
 def _llama_cpp(job: dict[str, Any]) -> tuple[list[Answer], list[int]]:
+    """Returns llama.cpp's answers to a job's "prompts", and the numbers of tokens of its "texts"."""
     server = llama_cpp(job, max(map(len, job["prompts"])) + 2 * NEW)
     replies = [server.handle_completions({"prompt": prompt, **GREEDY}) for prompt in job["prompts"]]
     answers = [answer_of(reply["choices"][0]["logprobs"]["content"]) for reply in replies]

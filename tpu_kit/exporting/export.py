@@ -47,7 +47,7 @@ class Exported:
     Attributes:
         format: a name in `EXPORT_FORMATS`.
         folder: the folder of the export.
-        files: names of the files in it.
+        files: sorted names of the files and folders in it.
         checks: the comparisons, all within their limits.
         notes: missing checks, and how to use the export.
         pushed: the commit on the hub, or None. If several formats are pushed, only the last export has it.
@@ -85,13 +85,14 @@ def export(
             config.yaml or adapter.
         format: "adapter" for PEFT; "merged" for transformers; "vllm"; "gguf-f16", "gguf-bf16", "gguf-q8_0" for
             llama.cpp and Ollama, with a second file for images; "gguf-lora" for an adapter in llama.cpp.
-        out: as in `ExportOptions`; the default for gs://bucket/run is `runs/<run_name>/export/<format>`.
-        dtype: as in `ExportOptions`.
-        base: as in `ExportOptions`.
-        vllm: as in `ExportOptions`.
-        push: as in `ExportOptions`.
-        private: as in `ExportOptions`.
-        revision: as in `ExportOptions`.
+        out: folder to write, None: `RUN_DIR/export/FORMAT`, for gs://bucket/run `runs/<run_name>/export/<format>`. An
+            earlier export there is replaced; other content is an error.
+        dtype: type of merged weights: "bf16", "f16" or "fp32".
+        base: the base model's name on the hub, if training read it from a folder.
+        vllm: interpreter of an environment with vLLM for comparisons; None: this environment's, "off": none.
+        push: "owner/name" of a repository on the hub; None: nothing is pushed.
+        private: whether a repository that is created is private.
+        revision: the branch to push to; None: main.
 
     Raises:
         ValueError: the run is incomplete. The adapter is missing, damaged or of another model. The disk is full, a tool
@@ -111,7 +112,10 @@ def export_all(run_dir: str | Path, options: ExportOptions, option: str = "push"
     Args:
         run_dir: as in `export`.
         options: how to export; of several formats, the first goes to the repository's root, the others to folders.
-        option: the option that names the repository, for errors.
+        option: name of the option that names the repository, for errors.
+
+    Returns:
+        An export per format, in order; the last has `pushed`.
     """
     repository = None
     if options.push:
@@ -134,7 +138,7 @@ def export_all(run_dir: str | Path, options: ExportOptions, option: str = "push"
 
 
 def _export(folder: Path, copied: bool, options: ExportOptions, format: str) -> Exported:
-    """Exports a run in a folder, which may be a temporary copy."""
+    """Exports a run in one format; `folder` has the run's files, and is temporary if `copied`. Raises as `export`."""
     if not (folder / "config.yaml").is_file():
         raise ValueError(f"{folder} has no config.yaml: give the folder that a run wrote (its output_dir)")
     config = load_config(read_yaml(folder / "config.yaml"))
@@ -180,7 +184,7 @@ def _export(folder: Path, copied: bool, options: ExportOptions, format: str) -> 
 
 
 def _name_base_alone(settings: Path) -> None:
-    """Removes the path of a local base model from adapter_config.json, and keeps only the folder's name."""
+    """Removes the path of a local base model from an adapter_config.json, if that exists; keeps the folder's name."""
     if settings.is_file():
         named = json.loads(settings.read_text())
         named["base_model_name_or_path"] = Path(named["base_model_name_or_path"]).name
@@ -188,9 +192,9 @@ def _name_base_alone(settings: Path) -> None:
 
 
 def _placed(text: str, options: ExportOptions, format: str, base: str) -> str:
-    """Replaces `HERE` by the repository in a text about loading an export, if the export is pushed.
+    """Returns a text about loading an export with the repository for `HERE`; unchanged if the export is not pushed.
 
-    A base in a local folder is named without its path.
+    Adds a download where a folder is needed. The model `base` in a local folder is named without its path.
     """
     if not options.push or HERE not in text:
         return text
@@ -215,6 +219,7 @@ def _placed(text: str, options: ExportOptions, format: str, base: str) -> str:
 
 
 def _check_free_space(folder: Path, tuned: TunedModel, kind: Format) -> None:
+    """Raises ValueError if the disk of `folder`, which need not exist, has no room for the export."""
     each = getattr(torch, DTYPES[tuned.dtype]).itemsize if kind.weight_bytes is None else kind.weight_bytes
     need = each * sum(parameter.numel() for parameter in tuned.model.parameters())
     above = next(path for path in [folder.absolute(), *folder.absolute().parents] if path.is_dir())

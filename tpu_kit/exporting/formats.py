@@ -30,7 +30,10 @@ _PROCESSOR_FILES = ("PROCESSOR_NAME", "IMAGE_PROCESSOR_NAME", "VIDEO_PROCESSOR_N
 
 
 def adapter(tuned: TunedModel) -> Written:
-    """Writes the adapter for PEFT, with the hub name of its base model."""
+    """Writes the adapter for PEFT with its base model's name, generation config and processor, and compares it.
+
+    Raises ValueError for a whole model, or if PEFT's or vLLM's results on the base differ from the tuned model's.
+    """
     source = adapter_of(tuned, "merged")
     shutil.copytree(source, tuned.part, dirs_exist_ok=True)
     model = tuned.config.model
@@ -88,6 +91,9 @@ def _in_vllm(tuned: TunedModel, settings: Mapping[str, Any], base: str) -> tuple
         tuned: the run.
         settings: the content of adapter_config.json.
         base: the base model's name on the hub, or its folder.
+
+    Returns:
+        Comparisons, none if vLLM is not run, and notes; only a note if vLLM does not take such adapters.
     """
     rank = max([settings["r"], *(settings.get("rank_pattern") or {}).values()])
     gateless = not all(part.has_gate for _, part in experts.modules_of(tuned.model))
@@ -115,7 +121,10 @@ def _in_vllm(tuned: TunedModel, settings: Mapping[str, Any], base: str) -> tuple
 
 
 def merge(tuned: TunedModel) -> LogitComparison:
-    """Merges the adapter into the weights in fp32, in memory or while they are streamed, and compares the logits."""
+    """Merges the adapter of `tuned.model` in fp32, in place or when streamed weights are read; compares the logits.
+
+    Raises ValueError if they are not the tuned model's.
+    """
     if tuned.streamed:
         tuned.streamed.merging = True
     elif hasattr(tuned.model, "merge_and_unload"):
@@ -126,7 +135,7 @@ def merge(tuned: TunedModel) -> LogitComparison:
 
 
 def save_merged(tuned: TunedModel, folder: Path, dtype: torch.dtype) -> None:
-    """Writes the merged model with its tokenizer; weights are cast one at a time."""
+    """Writes the merged model in `dtype` with its tokenizer; ValueError if the tokenizer differs when read again."""
     from transformers import AutoTokenizer
 
     base_model(tuned.model).generation_config.eos_token_id = tuned.stops or None
@@ -138,7 +147,7 @@ def save_merged(tuned: TunedModel, folder: Path, dtype: torch.dtype) -> None:
 
 
 def merged(tuned: TunedModel) -> Written:
-    """Writes a folder for transformers."""
+    """Writes the merged model in `tuned.dtype` for transformers; raises ValueError if it is not the tuned model."""
     checks, notes = _write_merged(tuned)
     use = (
         "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n"
@@ -152,7 +161,7 @@ def merged(tuned: TunedModel) -> Written:
 
 
 def for_vllm(tuned: TunedModel) -> Written:
-    """Writes a folder for vLLM, and notes the command that serves it."""
+    """Writes a folder as `merged`, compares it in vLLM too, and notes the command that serves it; raises ValueError."""
     checks, notes = _write_merged(tuned)
     served = Served(HERE, tuned.config.served_name, {"dtype": DTYPES[tuned.dtype]})
     compared, told = check_in_vllm(tuned, served)
@@ -162,7 +171,7 @@ def for_vllm(tuned: TunedModel) -> Written:
 
 
 def _write_merged(tuned: TunedModel) -> tuple[list[LogitComparison], list[str]]:
-    """Writes the merged model to its folder; returns the comparisons, and a note if the hub was not reached."""
+    """Merges the model and writes it to `tuned.part`; returns comparisons, and a note if the hub was not reached."""
     checks = [merge(tuned)]
     save_merged(tuned, tuned.part, getattr(torch, DTYPES[tuned.dtype]))
     whole = reads_more_than_text(base_model(tuned.model))
@@ -197,10 +206,10 @@ def _settings(model: ModelConfig) -> dict[str, Any]:
 
 
 def copy_processor(model: ModelConfig, folder: Path) -> list[str]:
-    """Copies the base model's processor files, with which transformers prepares images and sound.
+    """Copies the base model's processor files, with which transformers prepares images and sound, to `folder`.
 
     Returns:
-        A note if the hub was not reached.
+        A list with a note if the hub was not reached; else an empty list, also for a model that reads text alone.
     """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
@@ -227,10 +236,10 @@ def copy_processor(model: ModelConfig, folder: Path) -> list[str]:
 
 
 def save_model(model: Any, tokenizer: Any, folder: Path, dtype: torch.dtype) -> None:
-    """Writes model, generation config, tokenizer and chat template, also for transformers 4.
+    """Writes model, generation config, tokenizer and chat template to `folder`, also for transformers 4.
 
-    A model in memory is cast in place. transformers 5 renamed some settings, and transformers 4 ignores the new names:
-    the rotary base (rope_theta) of Qwen2.5 would be 100 times too small there.
+    A `StreamedModel` is saved merged if `merging` is set; a model in memory is cast in place. Version 5 renamed some
+    settings, and version 4 ignores the new names: the rotary base (rope_theta) of Qwen2.5 would be 100 times too small.
     """
     if isinstance(model, StreamedModel):
         model.save(folder, dtype)

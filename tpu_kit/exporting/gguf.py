@@ -26,6 +26,7 @@ from tpu_kit.model.weights.loading import load_base
 
 
 def _refuse_experts(tuned: TunedModel) -> None:
+    """Raises ValueError if the model is a mixture of experts."""
     family = base_model(tuned.model).config.model_type
     if any(True for _ in experts.modules_of(tuned.model)):
         raise ValueError(
@@ -34,7 +35,10 @@ def _refuse_experts(tuned: TunedModel) -> None:
 
 
 def write_model(tuned: TunedModel, outtype: str) -> Written:
-    """Writes the merged model as GGUF, and a Modelfile; weights are rounded once, from fp32."""
+    """Merges the model, and writes it as GGUF ("f16", "bf16" or "q8_0", rounded from fp32) with a Modelfile.
+
+    Raises ValueError if the model cannot be written, or llama.cpp, if installed, answers otherwise.
+    """
     _refuse_experts(tuned)
     sees = tuned.config.model.images
     if sees:
@@ -65,7 +69,10 @@ def write_model(tuned: TunedModel, outtype: str) -> Written:
 
 
 def write_adapter(tuned: TunedModel) -> Written:
-    """Writes the adapter as GGUF, and a Modelfile; compares it on the base model in f16."""
+    """Writes the adapter as GGUF, and a Modelfile; compares it on the base model in f16, if llama.cpp is installed.
+
+    Raises ValueError for a whole model, a mixture, adapters that GGUF cannot hold, or if the comparison fails.
+    """
     source, sees = adapter_of(tuned, "gguf-f16"), tuned.config.model.images
     _refuse_experts(tuned)
     if sees and tuned.config.lora.vision:
@@ -97,6 +104,7 @@ def write_adapter(tuned: TunedModel) -> Written:
 
 
 def _write_modelfile(tuned: TunedModel, source: str, adapter: str = "", projector: str = "") -> None:
+    """Writes Modelfile into `tuned.part`; the arguments are file names, as in `modelfile`."""
     stops = [tuned.tokenizer.convert_ids_to_tokens(token) for token in tuned.stops]
     text = modelfile(source, stops, tuned.config.data.system_prompt, adapter, projector)
     (tuned.part / "Modelfile").write_text(text)
@@ -108,11 +116,11 @@ def modelfile(
     """Returns the text of an Ollama Modelfile. Ollama picks its template nearest to the GGUF file's chat template.
 
     Args:
-        source: the GGUF file in the same folder.
-        stops: tokens that end an answer.
-        system_prompt: the system prompt of training.
-        adapter: the GGUF file of a LoRA adapter, if `source` is its base model.
-        projector: the GGUF file of the vision part, which Ollama takes as a second source.
+        source: name of the GGUF file in the same folder.
+        stops: texts of the tokens that end an answer.
+        system_prompt: the system prompt of training; left out if None, or if it contains three quotes.
+        adapter: name of the GGUF file of a LoRA adapter, if `source` is its base model; empty: none.
+        projector: name of the GGUF file of the vision part, which Ollama takes as a second source; empty: none.
     """
     lines = [f"FROM ./{source}", *([f"FROM ./{projector}"] if projector else [])]
     lines += [f"ADAPTER ./{adapter}"] if adapter else []
@@ -125,13 +133,17 @@ def modelfile(
 
 
 def _has_llama_cpp() -> bool:
+    """Whether xllamacpp, llama.cpp's Python package, is installed."""
     return importlib.util.find_spec("xllamacpp") is not None
 
 
 def _in_llama_cpp(
     tuned: TunedModel, model: Path, stored: str, adapter: Path | None = None
 ) -> tuple[list[LogitComparison], list[str]]:
-    """Compares the file's answers in llama.cpp, if it is installed; returns comparisons and notes."""
+    """Compares the file's answers and its counts of tokens in llama.cpp, if installed; returns comparisons and notes.
+
+    Raises ValueError if the answers exceed the limits of `stored`, the file's type, or the counts differ.
+    """
     if not _has_llama_cpp():
         return [], ["not checked in llama.cpp, which is not installed: pip install xllamacpp, and export again"]
     prompts = projector.without_pictures(tuned) if tuned.config.model.images else tuned.prompts

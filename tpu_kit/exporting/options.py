@@ -68,7 +68,7 @@ class ExportOptions:
 
 
 def format_named(name: str) -> Format:
-    """Returns a format of `config.named_values.EXPORT_FORMATS`."""
+    """Imports and returns a format by its key in `config.named_values.EXPORT_FORMATS`; KeyError for another name."""
     module, _, value = EXPORT_FORMATS[name].partition(":")
     found: Format = getattr(importlib.import_module(module), value)
     return found

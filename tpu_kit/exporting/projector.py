@@ -57,7 +57,7 @@ class Projector(NamedTuple):
 
     Attributes:
         file: the GGUF file.
-        note: the result of the comparison.
+        note: the result of the comparison, as a text.
     """
 
     file: Path
@@ -66,6 +66,8 @@ class Projector(NamedTuple):
 
 def refuse(tuned: TunedModel, compares: bool) -> None:
     """Raises ValueError if the converter cannot write the vision part, or if a required comparison is not possible.
+
+    `compares` is whether llama.cpp is installed, which models of Gemma 4 need.
 
     For small random models of Gemma 4, llama.cpp computed other log-probabilities, even for text.
     """
@@ -88,7 +90,7 @@ def refuse(tuned: TunedModel, compares: bool) -> None:
 
 
 def complete_settings(folder: Path) -> None:
-    """Adds settings to config.json that the converter expects and transformers may not save."""
+    """Adds settings to `folder`'s config.json that the converter expects and transformers may not save."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
     settings = json.loads((folder / "config.json").read_text())
@@ -101,16 +103,16 @@ def complete_settings(folder: Path) -> None:
 
 
 def write(tuned: TunedModel, folder: Path, outtype: str, tools: Path) -> Projector:
-    """Writes the vision part as GGUF, and compares its weights with the model's.
+    """Writes the vision part as a GGUF file in `tuned.part`, and compares its weights with the model's.
 
     Args:
         tuned: the model.
-        folder: the merged model in fp32; receives the files of the processor.
-        outtype: type of the language model; beside q8_0, the vision part is in f16.
+        folder: folder of the merged model in fp32; receives the files of the processor.
+        outtype: type of the language model and the vision part; with q8_0, the vision part is in f16.
         tools: the folder of `converter`.
 
     Raises:
-        ValueError: the converter refuses the model, or the file does not have the model's weights.
+        ValueError: the processor's files are not at hand, the converter refuses the model, or the weights differ.
     """
     if unfetched := copy_processor(tuned.config.model, folder):
         raise ValueError(f"{unfetched[0].partition(':')[0]}: the export needs them; run this with a network")
@@ -135,7 +137,7 @@ def write(tuned: TunedModel, folder: Path, outtype: str, tools: Path) -> Project
 
 
 def _keep_tiles(tuned: TunedModel, folder: Path) -> None:
-    """Sets the size to which pictures are scaled before tiling, as in training, in the processor's files."""
+    """Writes the size to which training scaled pictures before tiling into the processor's files; not for Gemma 4."""
     if _most_tokens(tuned) or not (size := _processor(tuned).settings.get("size")):
         return
     for path in (folder / "preprocessor_config.json", folder / "processor_config.json"):
@@ -168,6 +170,7 @@ def _most_tokens(tuned: TunedModel) -> int | None:
 
 
 def _processor(tuned: TunedModel) -> Any:
+    """Returns the `ImageProcessor` of the run."""
     from tpu_kit.data.images.processors import image_processor
 
     return image_processor(tuned.config.model, tuned.tokenizer, tuned.config.data)
@@ -182,7 +185,7 @@ def compare_pictures(tuned: TunedModel, model: Path, projector: Path) -> tuple[l
         projector: the vision part's file.
 
     Returns:
-        The comparison, without notes; or only a note, if llama.cpp and the run count different tokens in a prompt.
+        ([comparison], []); or ([], [note]) if llama.cpp and the run count different tokens in a prompt.
 
     Raises:
         ValueError: the answers differ by more than the limits for `PICTURES`.
@@ -224,7 +227,7 @@ def _text(tuned: TunedModel, ids: list[int], size: tuple[int, int]) -> str:
 
 
 def _pictures(tuned: TunedModel) -> list[Any]:
-    """Draws smooth pictures in a size that needs little scaling: the two programs scale with different filters."""
+    """Draws three PIL pictures, smooth and of a size that needs little scaling, as the programs' filters differ."""
     from PIL import Image
 
     processor, tokens = _processor(tuned), _most_tokens(tuned)
@@ -247,6 +250,8 @@ def _compared(job: dict[str, Any]) -> dict[str, Any]:
     """Matches the tensors of the file with the model's weights by their sorted values.
 
     Names do not match, because the converter renames tensors and transposes some. Rounding keeps the sorted order.
+    Returns the unmatched names of the file ("odd") and the model ("missing"), the largest relative difference
+    ("largest"), and the number of the file's tensors without audio ("weights").
     """
     from safetensors import safe_open
 
@@ -274,7 +279,7 @@ def _compared(job: dict[str, Any]) -> dict[str, Any]:
 
 
 def _asked(job: dict[str, Any]) -> list[list[tuple[Answer, int]]]:
-    """Returns, by picture and text, llama.cpp's greedy answer and the number of prompt tokens.
+    """Returns, by picture and distinct text, llama.cpp's greedy answer and the number of prompt tokens.
 
     Only llama.cpp's own HTTP interface takes pictures beside the text of a prompt.
     """

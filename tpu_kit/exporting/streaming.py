@@ -108,7 +108,7 @@ class StreamedModel:
                 unit.register_forward_hook(lambda _, __, ___, mine=slots: self._drop(mine))
 
     def _read(self, name: str) -> torch.Tensor:
-        """Reads a weight in fp32 by its name in `plain`."""
+        """Reads a weight, or a buffer, from its files in fp32, without adapters, by its name in `plain`."""
         from safetensors import safe_open
 
         conversion, names = copy.deepcopy(self._sources[name])
@@ -123,21 +123,24 @@ class StreamedModel:
         return (made[0] if isinstance(made, list) else made).float()
 
     def _load(self, slots: list[_Slot]) -> None:
+        """Reads the weights of slots into their modules; if `merging`, merges their adapters into them."""
         for module, leaf, name in slots:
             module._parameters[leaf] = _parameter(self._read(name))
             if self.merging and (adapted := self._adapted.get((id(module), leaf))):
                 adapted.merge()  # in place, without a copy
 
     def _drop(self, slots: list[_Slot]) -> None:
+        """Moves the weights of slots back to the meta device; their adapters count as not merged."""
         for module, leaf, _ in slots:
             module._parameters[leaf] = _parameter(module.get_parameter(leaf).to("meta"))
             if (adapted := self._adapted.get((id(module), leaf))) is not None:
                 adapted.merged_adapters.clear()
 
     def save(self, folder: Path, dtype: torch.dtype) -> None:
-        """Writes the settings, and the weights one at a time (merged if `merging`) to files of the original names.
+        """Writes config, generation config, and the weights one at a time (merged if `merging`) in `dtype`.
 
-        Names and shapes are transformers' saved ones, such as a tensor per expert.
+        Weights go to safetensors files of the original names in `folder`. Names and shapes are transformers' saved
+        ones, such as a tensor per expert; buffers keep their type.
         """
         causal: Any = models.base_model(self.model)
         causal.config.architectures = [type(causal).__name__]
@@ -154,7 +157,7 @@ class StreamedModel:
             (folder / _INDEX).write_text(json.dumps(index, indent=2))
 
     def _write_file(self, path: Path, names: list[str], dtype: torch.dtype) -> dict[str, Any]:
-        """Writes the length of a JSON header in 8 bytes, the header, and the values; returns the header's tensors."""
+        """Writes weights and buffers to a safetensors file; returns type, shape and offsets of its tensors by name."""
         from transformers.core_model_loading import revert_weight_conversion
 
         header: dict[str, Any] = {}
@@ -182,18 +185,20 @@ class StreamedModel:
         return header
 
     def _now(self, name: str) -> torch.Tensor:
+        """Returns a weight of `model` by its name in `plain`; it is on the meta device unless it is loaded."""
         return self._slots[name].module.get_parameter(self._slots[name].leaf)
 
 
 def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
+    """Returns a parameter without gradient that shares the tensor's memory."""
     return torch.nn.Parameter(tensor, requires_grad=False)
 
 
 def stream(config: ModelConfig, adapter: Path | None = None) -> StreamedModel | None:
-    """Opens a base model in fp32 with a trained adapter, or a trained whole model.
+    """Opens a base model in fp32, with the trained `adapter` if given, or the whole model if `adapter` holds one.
 
-    Returns None if the model must be loaded: its weights are not in safetensors files, or do not match the model's
-    names, or the adapter trains embeddings.
+    May download the base model. Returns None if the model must be loaded: its weights are not in safetensors files, or
+    do not match the model's names; it needs its own code; or the adapter trains embeddings.
 
     Raises:
         ValueError: the adapter is missing, damaged or of another model.
@@ -232,7 +237,7 @@ def stream(config: ModelConfig, adapter: Path | None = None) -> StreamedModel | 
 
 
 def _quantizer(settings: Any) -> Any:
-    """Returns transformers' dequantizer of the files, and removes it from the settings; None for plain weights."""
+    """Returns transformers' dequantizer of the files, and removes its entry in `settings`; None for plain weights."""
     from transformers.quantizers import AutoHfQuantizer
 
     if (given := getattr(settings, "quantization_config", None)) is None:
@@ -242,6 +247,7 @@ def _quantizer(settings: Any) -> Any:
 
 
 def _folder(config: ModelConfig) -> Path | None:
+    """Returns a model's local folder, downloaded if needed; None if it cannot be streamed or found."""
     from huggingface_hub import snapshot_download
 
     if config.gguf_file or config.trust_remote_code or quantized_by(config) not in (None, *UNDONE_IN_LOADING):
@@ -255,6 +261,7 @@ def _folder(config: ModelConfig) -> Path | None:
 
 
 def _weights(folder: Path) -> dict[str, Path]:
+    """Returns the file of every tensor by name, from the index or model.safetensors; may raise OSError."""
     from safetensors import safe_open
 
     if (folder / _INDEX).is_file():
@@ -265,7 +272,7 @@ def _weights(folder: Path) -> dict[str, Path]:
 
 
 def _sources(model: Any, files: Mapping[str, Path], quantizer: Any) -> dict[str, _Source] | None:
-    """Returns the tensors of every weight by transformers' conversion rules; None if files and model do not match."""
+    """Returns the tensors of every weight, tied ones once, by transformers' rules; None if files do not match them."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, dot_natural_key, rename_source_key
 
@@ -290,7 +297,7 @@ def _sources(model: Any, files: Mapping[str, Path], quantizer: Any) -> dict[str,
 
 
 def _fill_adapter(model: torch.nn.Module, folder: Path) -> None:
-    """Loads the adapter's values, which PEFT has put on the base's device, "meta"."""
+    """Loads the adapter's values in fp32 from `folder` into `model`; PEFT has put them on the base's device, "meta"."""
     from safetensors.torch import load_file
 
     named = {}

@@ -42,16 +42,16 @@ class TunedModel:
         part: the folder to write to.
         dtype: type of merged weights, a key of `DTYPES`.
         base_id: the base model's name on the hub, or None.
-        model: the tuned model, with its adapter until it is merged.
+        model: the tuned model, with its adapter until `formats.merge`.
         streamed: reads the model's weights from their files while it runs; None if they are in memory.
         tokenizer: of the run.
-        prompts: token ids of chats up to the answer.
-        whole: `prompts` with the tuned model's answers, if the run kept them.
-        texts: the questions alone.
+        prompts: token ids of chats up to the answer, with pictures if the run has images.
+        whole: `prompts` with the tuned model's answers from eval.json; without this file, equal to `prompts`.
+        texts: the questions alone, one per prompt.
         stops: ids of the tokens that end an answer.
         logits: the tuned model's logits on `whole`, as `equivalence.logits` returns them.
-        effect: mean difference between `logits` and the base model's logits.
-        vllm: as in `ExportOptions`.
+        effect: mean absolute difference between `logits` and the base model's logits.
+        vllm: interpreter of an environment with vLLM, "off", or None for this environment.
     """
 
     config: TrainConfig
@@ -96,7 +96,7 @@ class Format(NamedTuple):
         on_base: whether it holds an adapter, which is loaded on the base model.
         keeps_head: whether a run with an objective's head can be exported; the head stays beside the exported files.
         relation: to the base model, in the hub's terms: adapter, finetune or quantized.
-        prepare: fetches the tools of `write` before minutes of loading.
+        prepare: fetches the tools of `write` before minutes of loading; may raise ValueError.
     """
 
     write: Callable[[TunedModel], Written]
@@ -129,10 +129,10 @@ def open_tuned(
 
     Args:
         config: the run.
-        folder: of the run.
-        adapter: the adapter's folder.
+        folder: the run's folder, whose eval.json may give the prompts.
+        adapter: the folder of the adapter, or of a whole model.
         part: the folder to write to.
-        dtype: type of merged weights.
+        dtype: type of merged weights, a key of `DTYPES`; the model is opened in fp32.
         base_id: the base model's name on the hub, or None.
 
     Raises:
@@ -177,7 +177,7 @@ def _prompts(
 ) -> tuple[list[list[int]], list[list[int]], list[str]]:
     """Returns the token ids of chats and of chats with answers, and the questions, from eval.json or general questions.
 
-    For a model that was trained with images, the kit draws a picture for every question.
+    Without `chat`, prompts are plain text. If the run has images, the kit draws a picture for every question.
     """
     pairs = [(question, "") for question in _QUESTIONS]
     if answers := read_comparison(folder):

@@ -225,7 +225,7 @@ class Layout:
 
 
 def is_wanted(name: str, value: Any) -> bool | None:
-    """Whether a cell of column or key `name` (true for is_good, false for is_bad) marks a row as wanted; else None."""
+    """Whether a cell marks its row as wanted: true or, if `name` is such as is_bad, false; None for other values."""
     word = str(value).strip().lower()
     words = {**dict.fromkeys(TABLES["switches"]["no"], False), **dict.fromkeys(TABLES["switches"]["yes"], True)}
     on = switch(value) if switch(value) is not None else words.get(word)

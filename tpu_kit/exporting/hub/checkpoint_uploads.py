@@ -48,6 +48,10 @@ class CheckpointUploads:
         clock: returns monotonic seconds.
         least: minimum seconds between the starts of uploads.
         look: seconds between checks for a newer checkpoint.
+
+    Attributes:
+        count: number of pushed checkpoints.
+        bytes: sum of their sizes.
     """
 
     def __init__(
@@ -97,6 +101,7 @@ class CheckpointUploads:
             )
 
     def _run(self) -> None:
+        """Uploads new checkpoints until the body ends, then the last, in two tries if needed; runs in the thread."""
         with _no_bars():
             while not self._ended.wait(self._look):
                 if self._begun is None or self._clock() - self._begun >= self._least:
@@ -105,7 +110,7 @@ class CheckpointUploads:
                 self._turn()  # a commit by hand may have moved the branch
 
     def _turn(self) -> bool:
-        """Uploads the newest checkpoint unless it is already there; returns False if it should be tried again."""
+        """Uploads the newest checkpoint unless it is already there; returns False and warns, not twice, if it fails."""
         checkpoint = None
         try:
             checkpoint = next(reversed(list_checkpoints(self._place)[0]), None)
@@ -127,6 +132,7 @@ class CheckpointUploads:
         return True
 
     def _upload(self, checkpoint: Checkpoint) -> None:
+        """Commits a checkpoint unless the repository has it or another run writes there; may raise any error."""
         manifest = (Path(checkpoint.path) / MANIFEST).read_bytes()
         if manifest == self._manifest:
             return
@@ -143,7 +149,7 @@ class CheckpointUploads:
         self.count, self.bytes = self.count + 1, self.bytes + made.bytes
 
     def _read_head(self) -> Head:
-        """Returns the parent of the next commit; detects whether another run has pushed a checkpoint."""
+        """Returns the parent of the next commit; sets `_manifest`, and `_lost` if another run pushed a checkpoint."""
         head = self._repository.open()
         there = self._repository.read(head, f"{FOLDER}/{MANIFEST}") or b""
         name = f"hub.model_id={self._repository.model_id}"
@@ -177,8 +183,9 @@ def _no_bars() -> Iterator[None]:
 def held(checkpoint: Path, run: Path, size: int) -> Iterator[Path]:
     """Yields a folder with a checkpoint's files, which stay even if the run deletes the checkpoint meanwhile.
 
-    The files are hard links, or copies if the file system has no hard links. If the disk has too little room, the
-    folder is the checkpoint itself.
+    The files are hard links, or copies if the file system has no hard links, in a scratch folder in the run's folder
+    `run`, deleted afterwards. If the disk has less room than twice `size` (bytes) and 1 GiB, the folder is the
+    checkpoint itself.
     """
     if shutil.disk_usage(run).free < 2 * size + _SPARE:
         yield checkpoint
@@ -198,9 +205,10 @@ def held(checkpoint: Path, run: Path, size: int) -> Iterator[Path]:
 
 
 def fetch_checkpoint(config: TrainConfig) -> None:
-    """Fetches the checkpoint of `checkpoint.source` into the run's folder if it is newer than all checkpoints there.
+    """Fetches the checkpoint of `checkpoint.source` into the run's folder if its step is above all checkpoints there.
 
-    All files are from the same commit, and are verified before the checkpoint counts as complete.
+    Does nothing without a source. All files are from the same commit, and are verified before the checkpoint counts as
+    complete. A missing checkpoint is only printed if the run pushes to the same place.
 
     Raises:
         ValueError: the checkpoint is missing or damaged, the hub cannot be reached, or the folder is not writable.
@@ -239,4 +247,5 @@ def fetch_checkpoint(config: TrainConfig) -> None:
 
 
 def _warn(text: str) -> None:
+    """Prints a warning to stderr."""
     print(f"warning: {text}", file=sys.stderr, flush=True)

@@ -21,7 +21,7 @@ def repository_of(config: TrainConfig) -> HubRepository:
 
 
 def hub_problems(config: TrainConfig) -> list[str]:
-    """Returns the problems that would prevent a push; a single process calls it before the launch.
+    """Returns the problems that would prevent a push, empty if nothing is pushed; one process calls it before launch.
 
     It asks the hub about the token and the repository, and changes nothing there.
     """
@@ -47,9 +47,10 @@ def describe_push(config: TrainConfig) -> str:
 
 
 def push_result(config: TrainConfig, folder: Path) -> Pushed | None:
-    """Exports the result of a run in `hub.format`, pushes it as a single commit, and prints the commit.
+    """Exports the result in `folder` in all of `hub.format`, pushes it as a single commit, and prints the exports.
 
-    A failure does not end the run: it prints a warning with the command that repeats the push, and returns None.
+    A failure or a stop signal does not end the run: it prints a warning with the command that repeats the push, and
+    returns None.
     """
     from tpu_kit.exporting.export import export_all  # it loads transformers, which the checks above do not need
 
@@ -69,13 +70,14 @@ def push_result(config: TrainConfig, folder: Path) -> Pushed | None:
 
 
 def _warn(config: TrainConfig, folder: Path, problem: str) -> None:
+    """Prints a warning about a failed push, with the command that repeats it."""
     there = repository_of(config).url
     text = f"warning: {problem}. Unless {there} has it, nothing was pushed; the result is complete in {folder}. "
     print(text + "To push it: " + repeat_command(config, folder), file=sys.stderr, flush=True)
 
 
 def repeat_command(config: TrainConfig, folder: Path) -> str:
-    """Returns the command that exports and pushes the result of a run."""
+    """Returns the shell command that exports and pushes the result of a run in `folder`."""
     hub = config.hub
     pairs = [f"format={format}" for format in config.hub_formats] + [f"push={hub.model_id}"]
     pairs += [] if hub.private else ["private=false"]
@@ -84,5 +86,6 @@ def repeat_command(config: TrainConfig, folder: Path) -> str:
 
 
 def _options(config: TrainConfig) -> ExportOptions:
+    """Returns the options of the run's export; raises ValueError as `ExportOptions`."""
     hub = config.hub
     return ExportOptions(config.hub_formats, push=hub.model_id, private=hub.private, revision=hub.revision)

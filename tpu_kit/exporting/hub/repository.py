@@ -63,13 +63,13 @@ class Head:
 
 @dataclass(frozen=True)
 class HubRepository:
-    """A branch of a model repository. Methods raise ValueError with a single line that ends with the next action.
+    """A branch of a model repository. Methods raise ValueError with one line that names the repository and the cause.
 
     Attributes:
         model_id: "owner/name".
         private: whether a new repository is private.
         revision: the branch, created if it does not exist; None = main.
-        option: the option that names the repository, for errors.
+        option: name of the option that names the repository, for errors.
         sleep: waits for a number of seconds.
     """
 
@@ -113,7 +113,7 @@ class HubRepository:
         self._refuse_foreign(head, {name for name in exported if "/" not in name})
 
     def find(self) -> Head | None:
-        """Returns the newest commit; None if the repository or branch does not exist or is not readable."""
+        """Returns the newest commit; None if the hub answers that the repository or branch does not exist."""
         from huggingface_hub.errors import RepositoryNotFoundError, RevisionNotFoundError
 
         reads = self._explained("the repository cannot be read", writes=False)
@@ -132,7 +132,7 @@ class HubRepository:
             return self._read()
 
     def read(self, head: Head, name: str) -> bytes | None:
-        """Returns the content of a small file in a commit; None if the commit has no such file."""
+        """Downloads a file of a commit to the hub's cache, and returns its content; None if there is no such file."""
         from huggingface_hub import HfApi
 
         if name not in head.files:
@@ -141,7 +141,7 @@ class HubRepository:
             return Path(HfApi().hf_hub_download(self.model_id, name, revision=head.sha)).read_bytes()
 
     def fetch(self, head: Head, folder: str, to: Path) -> None:
-        """Downloads a folder of a commit to a local folder; continues an earlier download there."""
+        """Downloads `folder` of a commit to the local folder `to`/`folder`; continues an earlier download there."""
         from huggingface_hub import HfApi
 
         with self._explained("the download failed", writes=False):
@@ -150,13 +150,13 @@ class HubRepository:
             )
 
     def commit(self, head: Head, files: Mapping[str, Path], removed: set[str], message: str) -> Pushed:
-        """Uploads files, then makes a single commit; fails if the branch has moved on from `head`.
+        """Uploads files, then makes a single commit; raises ValueError if the branch has moved on from `head`.
 
         Args:
             head: the parent commit.
             files: local paths by their names in the repository.
-            removed: names of files to remove.
-            message: of the commit.
+            removed: names of files to remove; names in `files`, or not in `head`, are ignored.
+            message: title of the commit.
         """
         from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
 
@@ -179,7 +179,7 @@ class HubRepository:
         return Pushed(made.commit_url, made.oid, size, gone)
 
     def push(self, folders: Mapping[str, Path]) -> Pushed:
-        """Pushes exports as a single commit; afterwards the repository holds exactly these exports.
+        """Pushes exports as a single commit, creates repository and branch; afterwards it has only these exports.
 
         The commit removes the files of earlier exports of the kit; other files of the repository stay.
 
@@ -201,7 +201,7 @@ class HubRepository:
         return self.commit(head, files, earlier, "Export by tpu_kit")
 
     def _refuse_foreign(self, head: Head, names: set[str]) -> set[str]:
-        """Returns the files of the kit's exports; raises ValueError if other files have some of `names`."""
+        """Returns the files of the kit's exports in `head`; raises ValueError if other files have some of `names`."""
         earlier = set()
         for index in [name for name in head.files if name == _INDEX or name.endswith(f"/{_INDEX}")]:
             folder = index.removesuffix(_INDEX)
@@ -216,6 +216,7 @@ class HubRepository:
         return earlier
 
     def _read(self) -> Head:
+        """Returns the newest commit of the branch; raises the hub's own errors."""
         from huggingface_hub import HfApi
 
         found = self._patiently(lambda: HfApi().model_info(self.model_id, revision=self.revision))
@@ -223,10 +224,11 @@ class HubRepository:
 
     @property
     def _named(self) -> str:
+        """The repository as "OPTION=owner/name", for errors."""
         return f"{self.option}={self.model_id}"
 
     def _patiently(self, ask: Callable[[], T]) -> T:
-        """Repeats a request after the time that the hub asks for, if it is short."""
+        """Returns the result of `ask`; repeats it up to `_WAITS` times if the hub asks to wait up to `_PATIENCE` s."""
         from huggingface_hub.errors import HfHubHTTPError
 
         for _ in range(_WAITS):
@@ -240,7 +242,7 @@ class HubRepository:
 
     @contextmanager
     def _explained(self, what: str, writes: bool = True) -> Iterator[None]:
-        """Turns errors of the hub into a line with the next action; first tests again whether the hub is reachable."""
+        """Turns errors of the hub and network into ValueError with the cause; first tests if the hub is reachable."""
         from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
         ask_hub_once()
@@ -309,6 +311,7 @@ def _retry_after(error: Any) -> float | None:
 
 
 def _network() -> str:
+    """Returns advice for an error text about the network: on Kaggle to turn it on, else empty."""
     if "KAGGLE_KERNEL_RUN_TYPE" in os.environ:
         return " (turn on Internet in the notebook's settings)"
     return ""

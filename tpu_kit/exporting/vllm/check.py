@@ -39,7 +39,7 @@ class Served:
     Attributes:
         model: a folder (`HERE`: the export's), or a name on the hub.
         name: the model's name in requests.
-        engine: further arguments of `vllm.LLM`, by name.
+        engine: further arguments of `vllm.LLM`, by name; the value `HERE` is the export's folder.
         request: further arguments of `LoRARequest` if the export is an adapter on `model`, else None.
     """
 
@@ -50,7 +50,7 @@ class Served:
 
     @property
     def command(self) -> str:
-        """The command line that serves the export."""
+        """The command line that serves the export, with `HERE` for the export's folder."""
         given = {"served_model_name": self.name} if self.request is None else {}
         flags = []
         for name, value in {**given, **self.engine}.items():
@@ -62,10 +62,9 @@ class Served:
 
 
 def find_vllm(given: str | None) -> str | None:
-    """Returns the Python interpreter that runs vLLM, or None.
+    """Returns the interpreter that runs vLLM, unchecked: `given` (`ExportOptions.vllm`), or this if it has vLLM.
 
-    Args:
-        given: `ExportOptions.vllm`.
+    None if `given` is `OFF`, or None and this environment has no vLLM.
     """
     if given == OFF:
         return None
@@ -83,8 +82,8 @@ def check_in_vllm(
         model: the local path of `served.model`, if it differs.
 
     Returns:
-        The comparison, and a note if prompts differ only in the date. If vLLM is not found or does not support the
-        model, or the run has images, only a note.
+        A list with the comparison, and a list with a note if prompts differ only in the date. If vLLM is not found or
+        does not support the model, or the run has images, no comparison and a note.
 
     Raises:
         ValueError: vLLM ends with an error; its prompts, or the ends of its answers, differ from the run's; or the
@@ -152,7 +151,7 @@ def _check_end(tokens: Sequence[int], most: int, tuned: TunedModel) -> None:
 
 
 def _run(python: str, job: Mapping[str, Any]) -> Any:
-    """Returns the result of `child`, or a text with the reason why this vLLM cannot answer."""
+    """Returns the result of `child`, or a text with the reason why this vLLM cannot answer; ValueError if it fails."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": str(_CACHE_GIB), "VLLM_NO_USAGE_STATS": "1",

@@ -12,9 +12,10 @@ from typing import Any
 
 
 def answers(job: dict[str, Any]) -> dict[str, Any]:
-    """Returns vLLM's version and, per prompt, the token ids of prompt and reply, and the likeliest tokens.
+    """Returns vLLM's "version" and "replies": token ids of "prompt" and reply ("tokens"), and "tops" per reply token.
 
-    If this vLLM cannot answer, the only entry is "unable", the reason.
+    "tops" maps the likeliest ids to log-probabilities. If this vLLM cannot answer, the only entry is "unable", the
+    reason.
     """
     import vllm
     from vllm.lora.request import LoRARequest
