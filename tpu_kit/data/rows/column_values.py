@@ -231,7 +231,7 @@ def _with_last_reply(
 ) -> tuple[Layout, DataConfig]:
     """Gives the column of the last reply the role "answer" if a chat ends in a question and that column has a value.
 
-    Returns layout and config, both unchanged otherwise; raises ValueError if several columns may be, or none is surely.
+    Returns layout and config, else both unchanged; ValueError if not exactly one column is in "replies" (columns.toml).
     """
     if layout.format != "messages" or "answer" in layout.columns or "answer" in (config.columns or {}):
         return layout, config

@@ -202,7 +202,7 @@ def _column(name: str) -> str:
 def _read_switches(message: dict[str, Any], name: str) -> None:
     """Replaces keys that switch the loss of a message on or off: sets `train: false` if it is off, else no key.
 
-    Raises RowError if a switch is neither true nor false, if switches differ, or if other turns than replies are on.
+    Raises RowError if a switch is neither true nor false, if switches differ, or if `train` is on but not in a reply.
     """
     found: dict[str, bool] = {}
     for key in _SWITCHES:

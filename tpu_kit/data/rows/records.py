@@ -145,7 +145,7 @@ def _json(stream: Any, file: str) -> Iterator[Record]:
 
 
 def _decode(text: str, line: int) -> tuple[Any, str, str]:
-    """Decodes JSON that begins on `line`; returns its value or None, "line N", and an error (empty if valid)."""
+    """Decodes JSON that begins on `line`; returns its value or None, its location, and an error (empty if valid)."""
     try:
         return _DECODER.decode(text), f"line {line}", ""
     except json.JSONDecodeError as error:
@@ -233,7 +233,7 @@ def _csv(stream: Any, file: str, separator: str) -> Iterator[Record]:
 def write_records(records: Callable[[], Iterator[tuple[str, Record]]], target: Path) -> None:
     """Writes rows atomically as an Arrow file that `datasets` opens, with the columns `LOCATION` and `PROBLEM`.
 
-    A column of only int, only float or only bool keeps its type, mixed numbers and texts become text, the rest JSON.
+    A column of only int, float or bool keeps its type; texts, also mixed with numbers, become text, the rest JSON.
 
     Args:
         records: returns an iterator of files and rows; the file is "" if the location names it. Called twice.

@@ -158,7 +158,7 @@ def normalised(text: str) -> str:
 
 
 def conversation(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
-    """Reads a row as its data set returns it; a chat without a system turn gets `data.system_prompt`.
+    """Reads a row of `without_decoding`; a chat without a system turn gets `data.system_prompt`.
 
     Raises:
         RowError: a cell is empty or does not fit its role, the row is marked as unwanted, images and their places are
@@ -365,7 +365,7 @@ def problem(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> dict[
     The question includes its context and its options. An answer that is the number of an option becomes its label.
 
     Raises:
-        RowError: a cell is empty, or no text, number, object or list; or the answer fits no option, or several.
+        RowError: a cell is empty, or no text, number, object or list; or the answer fits no option, or two.
     """
     columns = layout.columns
     question = question_of(row, layout)
@@ -433,7 +433,7 @@ def _solved(row: Mapping[str, Any], layout: Layout, config: DataConfig, options:
 
 
 def _chosen(answer: str, options: Mapping[str, str], column: str, first: int) -> str:
-    """Returns the answer, or the label of the option whose number, from `first`, it is; RowError if it fits none."""
+    """Returns the answer, or the label of the option with that number, from `first`; RowError if none or two fit."""
     said = answer.strip()
     if not options or said in options:
         return answer

@@ -237,7 +237,7 @@ def kind_of(path: str) -> str | None:
 
 
 def _from_text(source: str, split: str, files: Files) -> Dataset:
-    """Returns the rows of JSON or CSV files, from a cached Arrow file that depends on paths and contents."""
+    """Returns the rows of JSON or CSV files, from a cached Arrow file for their paths, sizes and times."""
     stamps = [f"{path} {files.system.ukey(path)}" for path in files.paths]
     name = hashlib.blake2b(json.dumps([_VERSION, files.kind, stamps]).encode(), digest_size=16).hexdigest()
     target = Path(datasets_config.HF_DATASETS_CACHE) / "tpu_kit" / "rows" / f"{name}.arrow"
