@@ -19,7 +19,7 @@ from tpu_kit.config.fields import hide_secrets
 
 @dataclass(frozen=True)
 class Ended:
-    """Status and output of a process that has ended."""
+    """Status, stdout and stderr of a process that has ended; a negative status is a signal, as in `subprocess`."""
 
     status: int  # as in `subprocess`: negative for a signal
     output: str  # stdout
@@ -27,17 +27,17 @@ class Ended:
 
     @property
     def how(self) -> str:
-        """See `end_name`."""
+        """The status in words, such as "status 1" or "SIGKILL"; see `end_name`."""
         return end_name(self.status)
 
     def last_lines(self, count: int) -> str:
-        """Returns the last nonempty lines of stderr, or of stdout if stderr is empty."""
+        """Returns the last `count` nonempty lines of stderr, or stdout if stderr is blank, or "it wrote nothing"."""
         text = hide_secrets(self.errors if self.errors.strip() else self.output)
         return "\n".join([line for line in text.splitlines() if line.strip()][-count:]) or "it wrote nothing"
 
 
 def end_name(status: int) -> str:
-    """Returns "status N", or the signal's name for a negative status as in `subprocess`."""
+    """Returns "status 1", or for a negative status the signal: "SIGKILL", or "signal 99" if it has no name."""
     if status >= 0:
         return f"status {status}"
     return signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
@@ -47,13 +47,13 @@ _PR_SET_PDEATHSIG = 1
 
 
 def end_with_parent() -> None:
-    """Makes the kernel end this process when the thread that started it ends; only on Linux."""
+    """Makes Linux kill this process (SIGKILL) when the thread that started it ends; elsewhere does nothing."""
     if sys.platform == "linux":  # the kernel needs no GIL
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def processor_times(pid: int) -> dict[int, float]:
-    """Returns the processor time in seconds of `pid` and its descendants by process id; omits ended processes."""
+    """Returns processor seconds by process id, of `pid` and its descendants that run; {} if `pid` has ended."""
     import psutil
 
     times = {}
@@ -68,7 +68,7 @@ _OF_DEVICES = ("XLA_", "TPU_", "LIBTPU_", "PJRT_", "JAX_", "CPU_NUM_DEVICES", "L
 
 
 def xla_cpu_environment() -> dict[str, str]:
-    """Returns the environment of a child process in which torch_xla runs on the CPU and opens no TPU."""
+    """Returns this environment for a child in which torch_xla and JAX use the CPU: without variables of devices."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(_OF_DEVICES)}
     return inherited | {
         "PJRT_DEVICE": "CPU", "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TOKENIZERS_PARALLELISM": "false",
@@ -85,14 +85,15 @@ def run_child(
     on_line: Callable[[str], None] | None = None,
     python: str | None = None,
 ) -> Ended:
-    """Runs `python ARGUMENTS` with this package on its path, and kills the process and its children before it returns.
+    """Runs `python ARGUMENTS` with this package on its path until it ends, also with a nonzero status.
 
-    `environment` has all its variables, `given` is its stdin. A thread calls `on_line` with each line of stdout as it
-    is written. `python` is the interpreter of another environment, which does not get this package on its path.
+    `environment` has all its variables, `given` is its stdin. A thread calls `on_line` with each line of stdout,
+    without newline. `python` is the interpreter of another environment, which does not get this package on its path.
+    Before the call ends, it kills the process and the children in its process group.
 
     Raises:
         OSError: `python` cannot be started.
-        TimeoutError: the process ran longer than `seconds`.
+        TimeoutError: the process ran longer than `seconds`; None is no limit.
     """
     if python is None:
         path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), environment.get("PYTHONPATH")]))
@@ -121,6 +122,7 @@ def run_child(
 
 
 def _read(child: subprocess.Popen[str], lines: list[str], on_line: Callable[[str], None] | None) -> None:
+    """Appends the lines of the child's stdout to `lines` until it closes, and passes them to `on_line` as they come."""
     assert child.stdout is not None
     for line in child.stdout:
         lines.append(line)

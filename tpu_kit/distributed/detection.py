@@ -30,7 +30,7 @@ _PJRT: dict[str, DeviceType] = {"TPU": "tpu", "CPU": "xla-cpu"}
 
 @dataclass(frozen=True)
 class Backend:
-    """Device type, number of replicas, mesh and hosts of a launch."""
+    """Device type, replicas per host (None: all TPU devices), mesh (None: no sharding) and hosts of a launch."""
 
     device_type: DeviceType
     num_replicas: int | None  # per host; None if only the TPU runtime knows the number (all its devices)
@@ -40,7 +40,7 @@ class Backend:
 
     @property
     def first_rank(self) -> int:
-        """The rank of this host's first replica."""
+        """The rank of this host's first replica, or on a mesh of its only process."""
         return self.hosts.index * (self.num_replicas or 1)
 
     def __str__(self) -> str:
@@ -56,10 +56,12 @@ class Backend:
 def detect(launch: LaunchConfig | None = None, at: Machine | None = None, hosts: Hosts = ONE) -> Backend:
     """Chooses the backend of a launch, without initialising a device or using the network.
 
-    `auto` means the device type of PJRT_DEVICE if that is set, else TPU, else CUDA, else CPU.
+    The device type `auto` means the type of PJRT_DEVICE (TPU: tpu, CPU: xla-cpu) if that is set, else tpu if there are
+    a TPU and torch_xla, else cuda, else cpu. The mesh `auto` counts as none; TPUs of several hosts always get a mesh.
 
     Raises:
-        ValueError: the device is missing, or contradicts PJRT_DEVICE, the number of replicas, the mesh or the hosts.
+        ValueError: the device or its package is missing (with `auto`, torch_xla for the TPU of a machine without a
+            GPU), or contradicts PJRT_DEVICE, the number of replicas, the mesh or the hosts.
     """
     launch, at = launch or LaunchConfig(), at or Machine()
     wish, pjrt = launch.device_type, at.environ.get("PJRT_DEVICE", "").upper()
@@ -89,14 +91,14 @@ def detect(launch: LaunchConfig | None = None, at: Machine | None = None, hosts:
 
 
 def run_problems(config: TrainConfig, backend: Backend) -> list[str]:
-    """Lists settings of a run that its backend does not support, with the fix."""
+    """Returns a text, with the fix, for each setting that TorchTPU or a mesh over several hosts does not support."""
     if backend.device_type == TORCH_TPU:
         return limits.problems(config, backend.hosts.count)
     return slice_problems(config) if backend.hosts.count > 1 and backend.mesh is not None else []
 
 
 def slice_problems(config: TrainConfig) -> list[str]:
-    """Lists settings of a run that a TPU slice of several hosts does not support, with the fix."""
+    """Returns a text with the fix for each setting that a run on a TPU slice of several hosts does not support."""
     answers = "answers are generated on a single host; set it to 0, and evaluate on one host afterwards"
     problems = [
         f"{name}: {config[name]} on a TPU slice of several hosts: {answers}"
@@ -113,6 +115,7 @@ def slice_problems(config: TrainConfig) -> list[str]:
 
 
 def _choose(pjrt: str, at: Machine) -> tuple[DeviceType, str]:
+    """Returns the device type that `auto` means, and why; raises ValueError for a TPU without torch_xla and no GPU."""
     if pjrt in _PJRT:
         return _PJRT[pjrt], f"the environment says PJRT_DEVICE={pjrt}"
     has_xla = at.version("torch_xla") is not None
@@ -131,6 +134,7 @@ def _choose(pjrt: str, at: Machine) -> tuple[DeviceType, str]:
 
 
 def _require(device_type: str, at: Machine, replicas: int) -> None:
+    """Raises ValueError if the device or its package is missing, or torch_tpu beside torch_xla; opens no device."""
     beside = at.version("torch_tpu")
     if device_type in ("tpu", "xla-cpu") and beside and at.version("torch_xla"):
         raise ValueError(
@@ -158,18 +162,23 @@ def _require(device_type: str, at: Machine, replicas: int) -> None:
 
 
 def _xla_advice(at: Machine) -> str:
-    """Advises how to install torch_xla: in another environment if torch_tpu is installed, which needs another torch."""
+    """Returns how to install torch_xla: in another environment if torch_tpu is installed, which needs another torch."""
     if at.version("torch_tpu"):
         return f"Here is {torch_tpu.describe_backends(at.version)}. Make one with torch_xla:\n  {environment_line()}"
     return "Install it with\n  pip install -r requirements-tpu.txt"
 
 
 def _experimental(at: Machine) -> str:
-    """Mentions torch-tpu, which `auto` never chooses, if this machine can use it; else empty."""
+    """Returns ", or torch-tpu, ..." for an error, if torch_tpu is installed and there are signs of a TPU; else ""."""
     return f", or {TORCH_TPU}, which is experimental" if at.version("torch_tpu") and at.tpu_signs() else ""
 
 
 def _replicas(device_type: str, asked: int | None, at: Machine) -> int | None:
+    """Returns the number of replicas per host; raises ValueError if this host cannot have `asked` replicas.
+
+    If `asked` is None: CPU_NUM_DEVICES or 4 on xla-cpu, all GPUs on cuda, 1 on cpu and torch-tpu. On a TPU 1 if
+    `asked` is 1, else None, which means all devices; other numbers are refused.
+    """
     if device_type == "xla-cpu":
         text = at.environ.get("CPU_NUM_DEVICES", str(REHEARSAL_REPLICAS))
         if asked is None and (not text.isdigit() or int(text) < 1):
@@ -192,7 +201,10 @@ def _replicas(device_type: str, asked: int | None, at: Machine) -> int | None:
 
 
 def _mesh(text: str, device_type: str, launch: LaunchConfig, at: Machine, hosts: Hosts) -> Mesh:
-    """Resolves a mesh for the devices of all hosts, which are equal; XLA:CPU makes as many devices as the mesh has."""
+    """Returns the mesh `text` ("data=2,fsdp=-1") on all hosts' devices; XLA:CPU makes as many as it names.
+
+    Raises ValueError if the device type is neither tpu nor xla-cpu, or the numbers of devices differ.
+    """
     if device_type not in _PJRT.values():
         raise ValueError(
             f"launch.mesh={text} needs XLA, and the launch runs on {device_type}. Use launch.device_type=tpu or "
@@ -205,7 +217,7 @@ def _mesh(text: str, device_type: str, launch: LaunchConfig, at: Machine, hosts:
 
 
 def gpu_count() -> int:
-    """Counts the GPUs that PyTorch can use, with NVML, so that this process opens no CUDA context."""
+    """Counts the GPUs that PyTorch can use, with NVML, so that no CUDA context is opened here; 0 without PyTorch."""
     if importlib.util.find_spec("torch") is None:
         return 0
     import torch
@@ -214,10 +226,10 @@ def gpu_count() -> int:
 
 
 def seen_on(device_type: str, config: TrainConfig) -> TrainConfig:
-    """Replaces `auto` settings by their meaning on a GPU or CPU, so that the memory formula describes the run.
+    """Returns a copy with the meaning of `auto` settings off a TPU, so that the memory formula describes the run.
 
-    There, layers run in a loop only if distillation compares their hidden states with a teacher's, or with
-    optim.remat=blocks. Attention on a GPU stores no scores.
+    Returns `config` itself for tpu and torch-tpu. Elsewhere attention=auto becomes sdpa, on cuda splash, as no scores
+    are stored. On cuda and cpu scan_layers=auto becomes off, except with distill.layers or optim.remat=blocks.
     """
     if device_type in ("tpu", TORCH_TPU):
         return config
@@ -233,9 +245,10 @@ def seen_on(device_type: str, config: TrainConfig) -> TrainConfig:
 def device_memory_budget(
     config: TrainConfig, at: Machine | None = None, backend: Backend | None = None
 ) -> TargetSlice | None:
-    """Finds the memory per replica, or per device of a mesh, on all hosts; None if the machine does not report it.
+    """Returns the devices of all hosts with the memory per replica, or per device of a TPU mesh; None if it is unknown.
 
-    `backend` is the result of `detect`, with the hosts; by default `detect` is called for a single host.
+    The memory is a TPU's published size, the total of the first visible GPU, or a share of the free host memory. It is
+    unknown on a mesh of XLA:CPU. `backend` is from `detect`, which by default is called for a single host.
 
     Raises:
         ValueError: as `detect`.
@@ -268,11 +281,12 @@ def device_memory_budget(
 
 
 def _machine(kind: Chip, name: str, replicas: int, size: int, free: float, device_type: DeviceType) -> TargetSlice:
+    """Makes a target of GPUs or a CPU: `size` bytes per replica, of which the batch leaves the share `free` free."""
     return TargetSlice(kind, name, replicas, replicas, None, size, free, load(kind.name), device_type=device_type)
 
 
 def _gpu_budget(replicas: int, at: Machine) -> TargetSlice | None:
-    """Asks nvidia-smi for the first visible GPU's memory, because PyTorch would open a CUDA context in this process."""
+    """Returns `replicas` GPUs like the first visible GPU, whose memory nvidia-smi tells; None if it cannot be asked."""
     visible = (at.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0]
     command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits", "-i", visible]
     try:

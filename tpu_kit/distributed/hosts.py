@@ -21,7 +21,7 @@ PORT = 29477  # on host 0, where the hosts meet; libtpu uses 8471 to 8479, and M
 
 @dataclass(frozen=True)
 class Hosts:
-    """The hosts of a run, and this host's index among them."""
+    """The names of a run's hosts, host 0 first, this host's `index`, and host 0's "address:port" (`coordinator`)."""
 
     index: int = 0  # number of this host
     names: tuple[str, ...] = ("localhost",)  # names of all hosts
@@ -40,7 +40,7 @@ class Hosts:
 
     @property
     def address(self) -> tuple[str, int]:
-        """Address and port of the coordinator."""
+        """Address and port of host 0, where the hosts meet; ValueError for a single host, which has none."""
         host, _, port = self.coordinator.rpartition(":")
         return host, int(port)
 
@@ -49,7 +49,9 @@ ONE = Hosts()
 
 
 def find_hosts(at: Machine | None = None) -> Hosts:
-    """Finds the hosts in the environment, or on a TPU VM in its metadata server; by default a single host.
+    """Finds the hosts in the environment, or on a TPU VM in its metadata server; by default a single host (`ONE`).
+
+    Reads the first that are set: TPU_KIT_HOSTS with TPU_KIT_HOST_INDEX, JobSet's and xpk's variables, SkyPilot's.
 
     Raises:
         ValueError: the variables are incomplete or contradict each other.
@@ -74,7 +76,7 @@ def find_hosts(at: Machine | None = None) -> Hosts:
 
 
 def _of_slices(at: Machine) -> Hosts:
-    """Reads the variables of JobSet and xpk on GKE: names of this slice's hosts, and the number of slices."""
+    """Returns the hosts of all slices by JobSet's and xpk's variables; other slices' are named "slice 1 worker 0"."""
     environ = at.environ
     index, names = environ.get("TPU_WORKER_ID", ""), environ.get("TPU_WORKER_HOSTNAMES", "")
     found = _hosts(at, index, names, "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES")
@@ -96,6 +98,7 @@ def _of_slices(at: Machine) -> Hosts:
 
 
 def _hosts(at: Machine, index: str, names: str, index_from: str, names_from: str) -> Hosts:
+    """Returns the hosts of texts "2" and "a,b,c" from two named variables, `ONE` for one name; ValueError if wrong."""
     if not (found := tuple(name.strip() for name in names.split(",") if name.strip())):
         raise ValueError(f"{index_from}={index}, but {names_from} names no hosts: set it to all hosts, host 0 first")
     number = _number(index, index_from, len(found))
@@ -110,13 +113,14 @@ def _hosts(at: Machine, index: str, names: str, index_from: str, names_from: str
 
 
 def _number(text: str, name: str, below: int) -> int:
+    """Returns the text of the variable `name` as an integer; raises ValueError unless it is from 0 to `below` - 1."""
     if not text.strip().isdigit() or int(text) >= below:
         raise ValueError(f"{name}={text!r} is not a number from 0 to {below - 1}: set it to this host's own")
     return int(text)
 
 
 def interface(hosts: Hosts) -> str:
-    """Returns the network interface through which this host reaches the others.
+    """Returns the network interface, such as "eth0", through which this host reaches the others.
 
     By default gloo and NCCL use the interface of the host's name, often the loopback. On host 0 the coordinator's
     address may be the loopback too (Debian's 127.0.1.1): host 0 then uses its interface to another host.
@@ -133,6 +137,7 @@ def interface(hosts: Hosts) -> str:
 
 
 def _interface_to(address: tuple[str, int]) -> str:
+    """Returns the interface of the IPv4 route to an address and port; sends nothing. Raises OSError without a route."""
     import psutil
 
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -146,7 +151,10 @@ def _interface_to(address: tuple[str, int]) -> str:
 
 @contextlib.contextmanager
 def keep_log(hosts: Hosts, folder: Path) -> Iterator[None]:
-    """Prefixes lines of stdout and stderr with the host and logs them in `<folder>/logs`; only host 0 shows stdout."""
+    """Prefixes lines of stdout and stderr with the host for the block, and appends them to `<folder>/logs/host-N.log`.
+
+    `folder` must exist. Other hosts than host 0 print the log's path, then show only stderr.
+    """
     path = folder / "logs" / f"host-{hosts.index}.log"
     path.parent.mkdir(exist_ok=True)
     if hosts.index:
@@ -158,7 +166,7 @@ def keep_log(hosts: Hosts, folder: Path) -> Iterator[None]:
 
 
 class _HostStream(io.TextIOBase):
-    """Writes lines, prefixed with the host, to a file and to a stream."""
+    """A stream that prefixes lines with the host; writes whole lines to `file`, and text at once to `shown`, if any."""
 
     def __init__(self, shown: TextIO | None, file: TextIO, index: int) -> None:
         self._shown, self._file, self._prefix = shown, file, f"[host {index}] "

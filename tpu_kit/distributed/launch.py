@@ -7,8 +7,8 @@
          |                                                             |
          +-- text of rank 0 (stdout, stderr), reports in a folder -----+
 
-If the calling process ends for any reason, the launcher and all replicas end. A single CPU replica runs in the calling
-process. preemption.py stops a launch early, after the training loop has saved.
+If the calling process ends for any reason, the launcher and all replicas end. A single CPU replica without a time limit
+runs in the calling process. preemption.py stops a launch early, after the training loop has saved.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _TIMED_OUT = re.compile(r"Timed out waiting \d+ms for|Watchdog caught collective
 
 
 def advice(text: str) -> str:
-    """Returns advice on an error or traceback, a line for each known cause; empty if no cause is known.
+    """Returns advice on an error or traceback, a line "-> ..." for each known cause; "" if no cause is known.
 
     {} in an advice stands for the match of the pattern's group.
     """
@@ -75,8 +75,8 @@ class LaunchError(RuntimeError):
     """A replica failed, died or hung.
 
     Attributes:
-        rank: the replica that failed first; None if it was a process with several replicas, or with none.
-        traceback: traceback of that replica; empty if it has none.
+        rank: the replica that failed first; None for a hang, the launcher, or a process with several replicas or none.
+        traceback: its traceback, or only the text of an error of files or the network that the kit raised; else empty.
     """
 
     def __init__(self, message: str, rank: int | None = None, traceback: str = "") -> None:
@@ -85,11 +85,12 @@ class LaunchError(RuntimeError):
 
 
 def _lost_a_peer(traceback: str) -> bool:
+    """Whether the last line of a traceback is an error that another replica's end causes, such as "Broken pipe"."""
     return re.search(_CONSEQUENCE, traceback.rstrip().rpartition("\n")[2]) is not None
 
 
 class Supervisor:
-    """Starts and watches a launch from the calling process; `folder` is the launch's, the rest is as in `launch`."""
+    """Starts and watches a launch; `folder` is the launch's, `hang_timeout` in seconds, the rest is as in `launch`."""
 
     def __init__(
         self, backend: Backend, folder: Path, hang_timeout: float, time_limit: float | None = None,
@@ -105,7 +106,7 @@ class Supervisor:
         """Starts the launcher, waits until all processes have ended, and returns this host's result.
 
         Args:
-            payload: function and config, pickled.
+            payload: function and config, from `sending.payload_of`.
             notices: receiver of notices to end the launch early.
 
         Raises as `launch`.
@@ -136,14 +137,17 @@ class Supervisor:
                 stream.join(5)
 
     def _read(self) -> None:
+        """Adds new reports in the launch's folder to `_reports`."""
         for path in sorted(self._folder.glob("[0-9]*")):
             if path.name not in self._reports:
                 self._reports[path.name] = ReplicaMessage.read(path)
 
     def _values(self, kind: str) -> dict[int, Any]:
+        """Returns the values of the reports of a kind, by rank."""
         return {report.rank: report.value for report in self._reports.values() if report.kind == kind}
 
     def _stream(self, source: IO[bytes] | None, target: IO[str]) -> threading.Thread:
+        """Starts and returns a thread that copies `source` to `target` without secrets; text is a sign of life."""
         assert source is not None
         decoder, safe = codecs.getincrementaldecoder("utf-8")(errors="replace"), SafeStream(target)
 
@@ -162,6 +166,7 @@ class Supervisor:
         return thread
 
     def _result(self, process: subprocess.Popen[bytes]) -> Any:
+        """Waits for this host's result and the launcher's end; raises as `launch` for a failure, hang or time limit."""
         times: dict[int, float] = {}
         started = checked = time.monotonic()
         first, meeting = self._backend.first_rank, self._meeting
@@ -194,7 +199,7 @@ class Supervisor:
             time.sleep(_LOOK)
 
     def _failures(self) -> list[ReplicaMessage]:
-        """Lists reports of failures, causes first, without the end of a process that has reported its own error."""
+        """Returns error reports, and ends of other processes with status not 0 or no result; causes first."""
         reports, pids = self._reports.values(), self._values("started")
         explained = {pids.get(report.rank) for report in reports if report.kind in ("error", *REFUSALS)}
 
@@ -208,7 +213,7 @@ class Supervisor:
         return sorted(filter(is_failure, reports), key=lambda report: (_grade(report), report.at))
 
     def _failed(self, process: subprocess.Popen[bytes]) -> LaunchError | HostError | ValueError:
-        """Collects reports for `_SETTLE` seconds and returns the error of the first cause."""
+        """Collects reports for another second; returns the error to raise, whose class depends on the first cause."""
         time.sleep(_SETTLE)
         self._read()
         failures = self._failures()
@@ -234,18 +239,22 @@ class Supervisor:
         return LaunchError("\n\n".join(texts), None if first.rank == LAUNCHER else first.rank, first.value)
 
     def _ranks(self, pid: int) -> list[int]:
+        """Returns the ranks of the replicas that have started in a process."""
         return [rank for rank, process in self._values("started").items() if process == pid]
 
     def _end_of(self, pid: int, status: int) -> str:
+        """Returns a text such as "rank 1 (process 77) was ended by SIGSEGV"."""
         ranks = self._ranks(pid)
         return f"{_names(ranks) if ranks else 'a replica that had not started'} (process {pid}) {_how(status)}"
 
     def _last_words(self) -> str:
+        """Returns the last 10 nonempty lines of stderr with a heading; "" if there are none."""
         lines = [line.rpartition("\r")[2].rstrip() for line in self._stderr.split("\n")]  # only a bar's last state
         last = [line for line in lines if line][-10:]
         return "\n".join(["\n\nThe last lines on stderr:", *last]) if last else ""
 
     def _hung(self, process: subprocess.Popen[bytes], text: str) -> LaunchError | HostError:
+        """Makes all processes print their stacks; returns the error to raise, with `text` or the stacks of hosts."""
         stacks, errors = dict[str, str](), self._values("error")  # for replicas that have ended: a collective failed
         for pid in dict.fromkeys([*self._values("started").values(), process.pid]):
             self._stderr = ""
@@ -262,8 +271,8 @@ class Supervisor:
 def _grade(report: ReplicaMessage) -> int:
     """Ranks failures: 0 for a process that a signal has ended, 1 for another cause, 2 for a consequence.
 
-    SIGTERM is a consequence: the launcher ends the other replicas with it. SIGABRT ranks as 1, because XLA and NCCL end
-    a process with it that has lost its peers.
+    Consequences are SIGTERM, with which the launcher ends the other replicas, the launcher's errors, and lost peers.
+    SIGABRT ranks as 1, because XLA and NCCL end a process with it that has lost its peers.
     """
     if report.kind == "ended":
         _, status = report.value
@@ -272,12 +281,14 @@ def _grade(report: ReplicaMessage) -> int:
 
 
 def _names(ranks: list[int]) -> str:
+    """Returns "rank 0" or "ranks 0, 2"; "the launcher" if its rank is among them."""
     if LAUNCHER in ranks:
         return "the launcher"
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, sorted(ranks)))}"
 
 
 def _how(status: int) -> str:
+    """Returns "ended with status 1 and no result" or "was ended by SIGKILL" with a hint on host memory."""
     if status >= 0:
         return f"ended with {end_name(status)} and no result"
     hint = ": often by the kernel, if host memory is full (see dmesg); try fewer replicas or a smaller model"
@@ -285,6 +296,7 @@ def _how(status: int) -> str:
 
 
 def _end(process: subprocess.Popen[bytes], first: signal.Signals) -> None:
+    """Ends a process group with the signal `first`, after `_GRACE` seconds or a second Ctrl-C with SIGKILL."""
     for number, patience in ((first, _GRACE), (signal.SIGKILL, _GRACE)):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)
@@ -308,6 +320,7 @@ def _environment(backend: Backend) -> dict[str, str]:
 
 
 def _settings(backend: Backend) -> dict[str, str]:
+    """Returns the variables that the backend sets; USE_TORCH_XLA is "1" if its processes use torch_xla, else "0"."""
     # No XLA_PERSISTENT_CACHE_PATH: torch_xla 2.8 and 2.9 cannot load the programs that they store (pytorch/xla#9094).
     settings = {"PJRT_DEVICE": "TPU"} if backend.device_type == "tpu" else {}
     if backend.device_type == "xla-cpu":
@@ -325,7 +338,7 @@ _announced: tuple[Any, str] | None = None
 
 
 def _announce(text: str) -> None:
-    """Prints a launch's backend; in a notebook once per cell, because training with evaluation launches three times."""
+    """Prints `text` to stderr; in a notebook to stdout, once per cell: a run launches up to three times."""
     global _announced
     if not hasattr(builtins, "__IPYTHON__"):
         print(text, file=sys.stderr, flush=True)  # a command's stdout may be JSON
@@ -352,13 +365,14 @@ def launch(
     Args:
         fn: the function, with a picklable result; in it, `runtime.current()` is the replica's runtime. See `sending`.
         config: the run; its `launch` section chooses the device.
-        time_limit: seconds after which all replicas are ended; with a limit a single CPU replica is a process too.
+        time_limit: seconds after which all replicas are ended. Without a limit, a single CPU replica runs in this
+            process, and its errors are raised unchanged.
         sharded: whether to use `launch.mesh`, if set: `fn` then runs in one process for all devices of a host.
         meeting: meeting of the hosts whose replicas work together; None for this host alone.
-        backend: result of `detection.detect`; None calls it.
+        backend: result of `detection.detect`, for which `sharded` has no effect; None calls it.
 
     Raises:
-        ValueError: the device or host memory is missing, or `fn` cannot be sent.
+        ValueError: a device, memory or disk is missing, `fn` cannot be sent, or the kit refuses an input in a replica.
         runtime.Outdated: the facts that the launch was planned with have changed.
         LaunchError: a replica failed, or the time limit was exceeded; the text has the rank and the traceback.
         HostError: another host failed, hangs or is lost.
@@ -386,6 +400,7 @@ def launch(
 
 
 def _inline(fn: Callable[[TrainConfig], T], config: TrainConfig, notices: Notices) -> T:
+    """Runs `fn(config)` as the only CPU replica in this process and returns its result."""
     import torch
 
     from tpu_kit.distributed.replica.backends import CpuRuntime
@@ -404,11 +419,12 @@ _OTHER_NUMBERS = ("XLA_USE_BF16", "XLA_DOWNCAST_BF16", "XLA_USE_FP16", "XLA_DOWN
 
 
 def _is_on(name: str) -> bool:
+    """Whether an environment variable is set, and not to "", "0" or "false"."""
     return os.environ.get(name, "").lower() not in ("", "0", "false")
 
 
 def _check_host(backend: Backend, config: TrainConfig) -> None:
-    """Raises ValueError for conditions that fail in replicas: too little memory or disk, or a TPU that is in use."""
+    """Raises ValueError for too little memory or disk, a TPU in use, or variables of XLA that change dtypes."""
     at = Machine()
     if backend.device_type in ("tpu", "xla-cpu") and (changed := [name for name in _OTHER_NUMBERS if _is_on(name)]):
         raise ValueError(

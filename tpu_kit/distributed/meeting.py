@@ -3,7 +3,7 @@
 Each host writes a document to a store on host 0 (torch's TCPStore) every `_BEAT` seconds, and reads the documents of
 the other hosts. A document has the keys:
 
-- token: random, new in each start of the run,
+- token: random, new in each start of the run; begun: whether the first `agree` has ended,
 - today: the date on which this host came,
 - beat: a counter; a host whose counter does not change for `LOST` seconds is lost,
 - facts: values that must be equal on all hosts, such as the configuration,
@@ -62,7 +62,7 @@ class Meeting:
     Args:
         hosts: the hosts of the run.
         patience: seconds in which all hosts must come.
-        hang_timeout: seconds in which a host that others wait for must use at least a second of processor time.
+        hang_timeout: seconds, at least 110, in which a host that others wait for must use a second of processor time.
     """
 
     def __init__(self, hosts: Hosts = ONE, patience: float = 0.0, hang_timeout: float = 0.0) -> None:
@@ -108,7 +108,7 @@ class Meeting:
 
         Raises:
             ValueError: two hosts have different values; the text has both.
-            HostError: hosts have not come in time, or hang; or as `check`.
+            HostError: hosts have not come within `patience` at the first call, or hang at a later call; or as `check`.
         """
         facts, work, moved = json.loads(json.dumps(facts)), dict[int, int](), time.monotonic()
         self._tell(facts={**self._mine["facts"], **facts})
@@ -131,15 +131,18 @@ class Meeting:
 
     @property
     def _all(self) -> dict[int, dict[str, Any]]:
+        """The documents by host, as far as they have been read; always with this host's own."""
         return dict(sorted((self._documents | {self.hosts.index: self._mine}).items()))
 
     @property
     def today(self) -> str:
-        """Date on host 0, known after the first `agree`."""
+        """ISO date on which host 0 came, known after the first `agree`; on other hosts KeyError before."""
         return str(self._all[0]["today"])
 
     def check_shared(self, folder: Path) -> None:
-        """Checks that all hosts share the output folder: host 0 writes a file that the others look for.
+        """Checks that all hosts share the output folder: host 0 writes a file that the others look for, up to 90 s.
+
+        All hosts must call it. `folder` must exist on host 0, which removes the file afterwards.
 
         Raises:
             ValueError: this host does not see the file.
@@ -165,7 +168,7 @@ class Meeting:
                 mark.unlink(missing_ok=True)
 
     def check(self) -> None:
-        """Raises HostError if another host has failed or is lost."""
+        """Raises HostError if another host has failed or is silent for `LOST` seconds; not after the end of host 0."""
         now, name = time.monotonic(), self.hosts.name
         for index, document in sorted(self._documents.items()):
             over = document["over"]
@@ -185,7 +188,7 @@ class Meeting:
             raise HostError("; ".join(f"{name(i)}, has given no sign of life for {LOST:g} s" for i in lost), True)
 
     def cause(self, error: Exception) -> Exception:
-        """Waits for another host's failure, the likely cause of a broken connection, `error`; returns it or `error`."""
+        """Waits up to 22 s for another host's failure, which likely broke a connection; returns it, or else `error`."""
         until = time.monotonic() + LOST + 2
         while time.monotonic() < until:
             try:
@@ -201,7 +204,10 @@ class Meeting:
         return time.monotonic()
 
     def hang(self, stacks: Mapping[str, str]) -> HostError:
-        """Sends this host's stacks by replica, and returns an error that names the hosts that the others wait for."""
+        """Sends this host's stacks by replica; returns an error that names hosts with a stack in no collective.
+
+        Waits up to 5 s for the other hosts' stacks. If all wait in a collective, the error names all hosts.
+        """
         self._tell(hung=dict(stacks))
         until = time.monotonic() + _TOLD
         while time.monotonic() < until and len(self.hung) < self.hosts.count:
@@ -222,13 +228,13 @@ class Meeting:
 
     @property
     def hung(self) -> dict[int, dict[str, str]]:
-        """The stacks that hosts have sent, by host."""
+        """The stacks that hosts have sent, by host, then by replica (such as "rank 0")."""
         return {i: document["hung"] for i, document in self._all.items() if document["hung"] is not None}
 
     # ----------------------------------------------------------------------------------------------- the early end
 
     def ask_stop(self, reason: str) -> None:
-        """Tells all hosts that the run must end."""
+        """Tells all hosts that the run must end; with several hosts adds this host's name to the reason."""
         where = f" on {self.hosts.name(self.hosts.index)}" if self.hosts.count > 1 else ""
         self._tell(stop=f"{reason}{where}")
 
@@ -237,7 +243,7 @@ class Meeting:
         return next((document["stop"] for document in self._all.values() if document["stop"]), None)
 
     def last_step(self, started: int) -> int | None:
-        """Sends `started`; returns the largest step that any host has started, or None until all have sent theirs."""
+        """Sends `started`, once; returns the largest step that a host has sent, None until all have sent or ended."""
         if self._mine["reached"] is None:
             self._tell(reached=started)
         # A host that has ended counts only if it has sent a step.
@@ -247,11 +253,13 @@ class Meeting:
     # -------------------------------------------------------------------------------------------------- the thread
 
     def _tell(self, **changes: Any) -> None:
+        """Changes keys of this host's document and has it sent."""
         with self._lock:
             self._mine |= changes
         self._wake.set()
 
     def _serve(self) -> None:
+        """Runs in the thread: joins the store, exchanges documents until the block ends; keeps an error in `_gone`."""
         store = None
         while store is None and not self._closing.is_set():
             store = self._join()
@@ -273,7 +281,7 @@ class Meeting:
             self._gone = str(error).partition("\n")[0]
 
     def _join(self) -> Any:
-        """Connects to the store of this run; None if it does not exist yet, or belongs to an earlier run."""
+        """Makes the store (host 0) or connects to it; None if it does not exist yet or belongs to an earlier run."""
         from torch.distributed import TCPStore
 
         mine, (host, port) = str(self.hosts.index), self.hosts.address
@@ -295,6 +303,7 @@ class Meeting:
         return None
 
     def _round(self, store: Any) -> None:
+        """Sends this host's document to the store and reads the other hosts' documents."""
         awaited = any(one["facts"].keys() - self._mine["facts"].keys() for one in self._documents.values())
         with self._lock:
             self._mine["beat"] += 1
@@ -326,6 +335,7 @@ class Meeting:
     # -------------------------------------------------------------------------------------------------- the errors
 
     def _compare(self, facts: Mapping[str, Any]) -> None:
+        """Raises ValueError if hosts have sent different values of a key of `facts`."""
         name = self.hosts.name
         problems = []
         for key in facts:
@@ -338,6 +348,7 @@ class Meeting:
             raise ValueError("the hosts differ in\n  " + "\n  ".join(problems) + "\nMake them equal, and start again")
 
     def _missing(self, missing: list[int]) -> HostError:
+        """Returns the error to raise for hosts that have not come; names only host 0 if that cannot be reached."""
         if not self._documents and self.hosts.index:
             why = f" ({self.hosts.coordinator}: {self._busy})" if self._busy else f" ({self.hosts.coordinator})"
             missing, end = [0], why
@@ -351,4 +362,5 @@ class Meeting:
 
 
 def _processor_time(pid: int) -> float:
+    """Returns the processor time of a process and its descendants together, in seconds."""
     return sum(processor_times(pid).values())

@@ -14,15 +14,15 @@ from tpu_kit.config.fields import hide_secrets
 class SafeStream:
     """A text stream whose `write` and `flush` never raise.
 
-    Escapes characters that the target cannot encode, drops text once the target is closed, and hides secrets, also in
-    the output of other libraries.
+    Escapes characters that the target cannot encode, drops text once the target is closed or its reader has ended, and
+    hides secrets, also in the output of other libraries. Other attributes are the target's.
     """
 
     def __init__(self, target: Any) -> None:
         self._target = target
 
     def write(self, text: str) -> int:
-        """Writes a text without its secrets; returns its length."""
+        """Writes a text with secrets replaced by ***; returns the length of the original text."""
         shown = hide_secrets(text)
         try:
             self._target.write(shown)
@@ -40,7 +40,7 @@ class SafeStream:
             self._drop()
 
     def _drop(self) -> None:
-        """Redirects all further text, and the buffer, to /dev/null: otherwise Python reports an error at its exit."""
+        """Redirects the target's file descriptor to /dev/null: otherwise Python reports an error at its exit."""
         with contextlib.suppress(OSError, ValueError, AttributeError):
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, self._target.fileno())
@@ -52,7 +52,7 @@ class SafeStream:
 
 @contextlib.contextmanager
 def safe_output() -> Iterator[None]:
-    """Replaces stdout and stderr by `SafeStream`s for the block."""
+    """Replaces stdout and stderr by `SafeStream`s for the block, and flushes them at its end."""
     safe: list[Any] = [
         stream if isinstance(stream, SafeStream) else SafeStream(stream) for stream in (sys.stdout, sys.stderr)
     ]
@@ -66,7 +66,7 @@ def safe_output() -> Iterator[None]:
 
 @contextlib.contextmanager
 def printing_to(stdout: Any, stderr: Any) -> Iterator[None]:
-    """Replaces stdout and stderr for the block; keeps streams that the block itself has set."""
+    """Replaces stdout and stderr for the block; restores neither of them if the block itself has set another stream."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = stdout, stderr
     try:

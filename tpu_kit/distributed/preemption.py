@@ -75,10 +75,10 @@ class _Cells(ctypes.Structure):
 
 
 def launch_folder() -> tempfile.TemporaryDirectory[str]:
-    """Makes a temporary folder for the files that the processes of a launch exchange; a context manager.
+    """Makes a temporary folder for the files of a launch's processes; a context manager that yields its path as str.
 
-    The folder is in /dev/shm, where writes never wait for a disk or find it full, if /dev/shm has room for results: a
-    container often has only 64 MiB.
+    The folder is in /dev/shm, where writes never wait for a disk or find it full, if /dev/shm has 1 GiB free: a
+    container often has only 64 MiB. The block's end deletes it.
     """
     memory = "/dev/shm"
     has_room = os.access(memory, os.W_OK | os.X_OK) and shutil.disk_usage(memory).free > _RESULTS
@@ -89,7 +89,7 @@ class StopFlag:
     """Shared memory between the calling process and its host's replicas, which call `handle`, `may_start` and `ask`.
 
     Args:
-        folder: the launch's folder, in which the memory is a file; None shares it with forked processes only.
+        folder: the launch's folder, in which the memory is a file; None shares it with threads and forks only.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -103,7 +103,7 @@ class StopFlag:
         self._cells = _Cells.from_buffer(memory)
 
     def may_start(self, rank: int, step: int) -> bool:
-        """Records that a replica starts a step and returns True, unless the step is past the limit.
+        """Records that a replica starts a step; returns False if the step is past the limit, so that it must not run.
 
         Waits while the limit is being decided; otherwise the call takes about a microsecond.
         """
@@ -118,7 +118,7 @@ class StopFlag:
         return 0 < self._cells.limit <= step
 
     def handle(self, rank: int, handles: bool) -> None:
-        """Records whether a replica handles notices."""
+        """Records whether a replica handles notices: whether it is inside a `PreemptionGuard`."""
         self._cells.handles[rank] = handles
 
     def ask(self, *_: object) -> None:
@@ -126,7 +126,7 @@ class StopFlag:
         self._cells.asked = 1
 
     def hold(self, reason: str) -> int:
-        """Blocks new steps until `release`, and returns the largest step that has started; called once."""
+        """Blocks new steps until `release`; returns the largest step that this host has started, or 0."""
         self._cells.reason = reason.encode()[:1023]
         self._cells.limit = _DECIDING
         time.sleep(_SETTLE)
@@ -188,7 +188,7 @@ class PreemptionGuard:
             self._flag.handle(self._rank, False)
 
     def should_run(self, step: int) -> bool:
-        """Whether this replica may start a step; all replicas get the same answer for the same step.
+        """Whether this replica may start a step; if not, sets `reason`. All replicas get the same answer for a step.
 
         Args:
             step: at least 1, never smaller than before; all replicas ask for the same steps.
@@ -207,17 +207,17 @@ class PreemptionGuard:
 
 
 class Terminated(SystemExit):
-    """Raised when a signal in `STOPS` ends the launch; unlike SystemExit, which a user's function may raise."""
+    """Raised when a signal in `STOPS` ends the launch, with code 128 + number; a user may raise other SystemExits."""
 
 
 def join(flag: StopFlag | None) -> None:
-    """Sets the flag that this process's replicas read; only `launch` calls this."""
+    """Sets the flag that this process's replicas read; None for no launch. Only `launch` and `worker` call this."""
     global _flag
     _flag = flag
 
 
 def catch_stops() -> list[signal.Signals]:
-    """Installs handlers for `STOPS`: they set the flag if a replica has a `PreemptionGuard`, else end this process.
+    """Installs handlers for `STOPS`: they call `StopFlag.ask` if a replica has a guard, else end this process.
 
     Call it in the main thread. Returns the signals that got a handler. Signals that have another handler or are ignored
     (nohup ignores SIGHUP) stay unchanged.
@@ -238,7 +238,7 @@ def catch_stops() -> list[signal.Signals]:
 
 @contextlib.contextmanager
 def stops_raise() -> Iterator[None]:
-    """Makes signals in `STOPS` without a handler raise SystemExit(128 + number), as SIGINT raises KeyboardInterrupt."""
+    """Makes signals in `STOPS` without a handler raise `Terminated` in the block; only in the main thread."""
     in_main = threading.current_thread() is threading.main_thread()
     free = [number for number in STOPS if in_main and signal.getsignal(number) is signal.SIG_DFL]
 
@@ -255,7 +255,7 @@ def stops_raise() -> Iterator[None]:
 
 
 def stop_name(end: BaseException) -> str:
-    """Returns the name of the signal that raised KeyboardInterrupt or SystemExit; empty for other exceptions."""
+    """Returns the name of the signal that raised KeyboardInterrupt or SystemExit(128 + number); else empty."""
     if isinstance(end, KeyboardInterrupt):
         return "SIGINT"
     code = end.code if isinstance(end, SystemExit) else None
@@ -287,7 +287,7 @@ def watch_metadata(give: Callable[[str], None], closed: threading.Event) -> None
 
 
 class Notices:
-    """Receives all notices to end a launch early, in the calling process, and stops the replicas once.
+    """Context manager that receives all notices to end a launch early, and stops the replicas of all hosts once.
 
     SIGINT and `STOPS` are caught only in the main thread, and only if they were not ignored. The first signal stops the
     replicas at the next step if they handle preemption (`PreemptionGuard`). Otherwise, and at a second SIGINT or
@@ -335,6 +335,7 @@ class Notices:
         self._stack.close()
 
     def _on_signal(self, number: int, frame: Any) -> None:
+        """Handles a signal as the class says, but instead of an end calls a handler that was set before, if any."""
         before = self._before[number]
         if self.flag.handled and not self._signalled:
             self._signalled = True
@@ -374,7 +375,7 @@ class Notices:
             print(f"tpu_kit: {text}{'; once more ends at once' if again else ''}", file=sys.stderr, flush=True)
 
     def _stop(self, text: str) -> str:
-        """Stops the replicas of all hosts at the same step; returns the reason."""
+        """Stops the replicas of all hosts at the same step; returns the reason of the first host that has asked."""
         if self._meeting.stop_asked() is None:
             self._meeting.ask_stop(text)
         text = self._meeting.stop_asked() or text
@@ -386,6 +387,7 @@ class Notices:
         return text
 
     def _poll(self) -> str | None:
+        """Returns why to stop: another host, the budget, or a signal to a replica's process; None if nothing asks."""
         if asked := self._meeting.stop_asked():
             return asked
         if self._budget is not None and time.monotonic() - self._started > 60 * self._budget:

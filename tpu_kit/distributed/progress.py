@@ -19,7 +19,7 @@ _LOOK = 0.5  # seconds between reads of the replicas' counts
 
 
 def open_bar(name: str, total: int | None, initial: int = 0, unit: str = "step") -> Any:
-    """Opens a tqdm progress bar on stderr; it shows nothing if `NO_BAR` is in the environment."""
+    """Opens a tqdm bar on stderr with the text `name`; shows nothing if `NO_BAR` is an environment variable."""
     from tqdm.std import tqdm  # type: ignore[import-untyped]  # tqdm ships no types
 
     # The stderr of a launch is a pipe to a notebook cell or a log: it has no width, and it keeps every redraw.
@@ -42,11 +42,11 @@ def open_bar(name: str, total: int | None, initial: int = 0, unit: str = "step")
 
 @contextlib.contextmanager
 def follow_answers(counts: Path, run: Path, model: str, asked: int) -> Iterator[None]:
-    """Shows the number of complete answers while the block runs.
+    """Shows the number of complete answers as a bar on stderr, and in a file of `run`, while the block runs.
 
     Args:
         counts: folder in which each replica writes the number of its complete answers to a file `*.answered`.
-        run: the run's folder; if it exists, it contains `ANSWERING_FILE` until the block ends.
+        run: the run's folder; if it exists, it contains `ANSWERING_FILE` (JSON with this state) until the block ends.
         model: the bar's text, such as "base model".
         asked: number of answers in total.
     """

@@ -24,7 +24,7 @@ _ERRORS = (pickle.PicklingError, AttributeError, TypeError, ValueError, Recursio
 
 
 def payload_of(fn: Callable[..., Any], config: TrainConfig) -> bytes:
-    """Pickles a function, its configuration, and the objects of `__main__` that the configuration names.
+    """Pickles a function, its configuration, and objects of `__main__` that it or a partial's keywords name.
 
     Raises:
         ValueError: an object cannot be sent, such as an open file, a lock or a tensor on a device; the text names it.
@@ -45,20 +45,21 @@ def payload_of(fn: Callable[..., Any], config: TrainConfig) -> bytes:
 
 
 def restored(payload: bytes) -> tuple[Callable[..., Any], TrainConfig]:
-    """Unpickles function and configuration in a replica, and adds the objects that were sent to its `__main__`."""
+    """Unpickles function and configuration from `payload_of`, and adds the objects sent with them to `__main__`."""
     fn, config, mine = pickle.loads(payload)
     vars(sys.modules["__main__"]).update(mine)
     return fn, config
 
 
 def refuse_devices(value: Any) -> None:
-    """Raises PicklingError for a tensor on a device: unpickling it would open the device in the reading process."""
+    """Raises PicklingError if `value` is a tensor not on the CPU: unpickling it would open the device in the reader."""
     device = getattr(value, "device", None) if type(value).__module__.startswith("torch") else None
     if device is not None and device.type != "cpu":
         raise pickle.PicklingError(f"it holds a tensor on {device}")
 
 
 def _dumped(value: Any) -> bytes:
+    """Pickles with cloudpickle; raises one of `_ERRORS` if a part cannot be sent, such as a tensor on a device."""
     import cloudpickle
 
     class Pickler(cloudpickle.Pickler):
@@ -81,7 +82,7 @@ def _named(values: Iterable[Any]) -> Iterator[str]:
 
 
 def _culprit(value: Any, label: str, seen: frozenset[int] = frozenset()) -> tuple[str, str] | None:
-    """Finds the innermost value that cannot be pickled; returns its location and the error, or None."""
+    """Returns the place of the innermost part that cannot be pickled, and the error's text; None if all can be."""
     if id(value) in seen:
         return None
     try:
@@ -97,7 +98,7 @@ def _culprit(value: Any, label: str, seen: frozenset[int] = frozenset()) -> tupl
 
 
 def _parts(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the parts of a value that are pickled with it, after their names; "" for a part without a name."""
+    """Yields (name, part) for the parts that are pickled with a value; the name is "" for a part without a name."""
     if isinstance(value, functools.partial):
         yield "", value.func
         yield from (("", each) for each in value.args)
