@@ -29,11 +29,11 @@ class CudaRuntime(Runtime):
     device_type = "cuda"
 
     def memory(self) -> tuple[int | None, int | None]:
-        """See `Runtime.memory`."""
+        """Returns the peak of the bytes that PyTorch has allocated on this GPU, and the GPU's total bytes."""
         return torch.cuda.max_memory_allocated(self.local_device), torch.cuda.mem_get_info(self.local_device)[1]
 
     def counters(self) -> dict[str, int]:
-        """See `Runtime.counters`; counts programs of torch.compile."""
+        """Returns {"compiles": N}: the programs that torch.compile has made in this process."""
         from torch._dynamo.utils import counters
 
         return {"compiles": int(counters["stats"]["unique_graphs"])}
@@ -46,7 +46,7 @@ class TorchTpuRuntime(Runtime):
     has_programs = traces_steps = True
 
     def all_reduce(self, tensors: Sequence[torch.Tensor]) -> None:
-        """See `Runtime.all_reduce`; on the device a part of the traced program. Tensors of the CPU are summed there."""
+        """Sums tensors over the replicas, in place, in one collective of the traced program, or of gloo on the CPU."""
         if self.world_size == 1:
             return
         import torch.distributed as dist
@@ -62,23 +62,25 @@ class TorchTpuRuntime(Runtime):
             tensor.copy_(part.view_as(tensor))
 
     def exchange(self, mine: T) -> list[T]:
-        """See `Runtime.exchange`; on the CPU."""
+        """Gathers a JSON value from every replica, which must all call it, on the CPU; returns the values by rank."""
         return [mine] if self.world_size == 1 else between_processes(mine, torch.device("cpu"))
 
     def barrier(self) -> None:
-        """See `Runtime.barrier`."""
+        """Waits for all replicas, on the host."""
         self.exchange(None)
 
     def memory(self) -> tuple[int | None, int | None]:
-        """See `Runtime.memory`."""
+        """Returns peak use and size of the chip's memory in bytes; (None, None) if the plugin has no figures."""
         return torch_tpu.memory(self.local_device)
 
     def counters(self) -> dict[str, int]:
-        """See `Runtime.counters`; counts all programs that XLA has compiled, also of single operations."""
+        """Returns {"compiles": N}: the programs that XLA has compiled in this process, also of single operations."""
         return {"compiles": torch_tpu.compile_count()}
 
 
 class _XlaRuntime(Runtime):
+    """A replica whose tensors are a lazy graph of torch_xla until `sync`."""
+
     is_xla = has_programs = True
 
     def sync(self) -> None:
@@ -132,7 +134,7 @@ class TpuRuntime(_XlaRuntime):
         self._group = group
 
     def exchange(self, mine: T) -> list[T]:
-        """See `Runtime.exchange`."""
+        """Gathers a JSON value from every replica, which must all call it, on the host; returns the values by rank."""
         if self.world_size == 1:
             return [mine]
         import torch_xla.runtime as xr
@@ -143,14 +145,14 @@ class TpuRuntime(_XlaRuntime):
         )
 
     def barrier(self) -> None:
-        """See `Runtime.barrier`."""
+        """Waits for all replicas, on the host."""
         if self.world_size > 1:
             import torch_xla.core.xla_model as xm
 
             xm.rendezvous("tpu_kit")
 
     def memory(self) -> tuple[int | None, int | None]:
-        """See `Runtime.memory`."""
+        """Returns peak use (without a peak, present use) and size of the device's memory, in bytes."""
         import torch_xla.core.xla_model as xm
 
         memory = xm.get_memory_info(self.local_device)
@@ -167,14 +169,14 @@ class SimulatedRuntime(_XlaRuntime):
         self.shared = shared
 
     def barrier(self) -> None:
-        """See `Runtime.barrier`."""
+        """Waits for all replicas; raises MeetingError if a replica failed or does not come in launch.hang_timeout."""
         if self.world_size > 1:
             from tpu_kit.distributed.replica import cpu_simulation
 
             cpu_simulation.meet(self.rank)
 
     def exchange(self, mine: T) -> list[T]:
-        """See `Runtime.exchange`."""
+        """Gathers a value from every replica, without a copy; returns the values by rank. Raises as `barrier`."""
         if self.world_size == 1:
             return [mine]
         from tpu_kit.distributed.replica import cpu_simulation
@@ -197,11 +199,11 @@ class MeshRuntime(_XlaRuntime):
 
     @property
     def data_shards(self) -> list[int]:
-        """The shards of a batch on this process's devices; hosts along a model axis have the same shards."""
+        """Numbers of the batch shards on this process's devices, sorted; hosts along a model axis have the same."""
         return sorted(set(row_shards(self.mesh, self.devices)))
 
     def all_reduce(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Sums CPU tensors over the hosts; leaves a program's tensors, which already are sums over all rows."""
+        """Sums CPU tensors over the hosts, in place; leaves device tensors, which already are sums over all rows."""
         for tensor in tensors:
             if self.num_hosts > 1 and tensor.device.type == "cpu":
                 import torch.distributed as dist
@@ -209,29 +211,29 @@ class MeshRuntime(_XlaRuntime):
                 dist.all_reduce(tensor)
 
     def to_device(self, batches: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
-        """Sends devices their rows of tensors with two or more dimensions; replicates other tensors on all devices."""
+        """Sends devices their rows of tensors with two or more dimensions, see `put_rows`; replicates other tensors."""
         return [{name: put_rows(one) if one.ndim >= 2 else put(one, (None,) * one.ndim) for name, one in batch.items()}
                 for batch in batches]  # fmt: skip
 
     def put(self, tensors: Sequence[torch.Tensor], spec: Spec | None = None) -> list[torch.Tensor]:
-        """Sends devices their shards; see `Runtime.put`."""
+        """Copies CPU tensors to the devices, all sharded by `spec`, or replicated if it is None; see `mesh.put`."""
         return [put(one, spec or (None,) * one.ndim) for one in tensors]
 
     def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Joins the shards on the host; see `Runtime.to_host`."""
+        """Copies whole tensors to the CPU; this process must hold all their shards; see `mesh.read`."""
         return read([tensor.detach() for tensor in tensors])
 
     def pieces(self, tensors: Sequence[torch.Tensor]) -> list[list[tuple[Box, torch.Tensor]]]:
-        """See `Runtime.pieces`."""
+        """Returns for every tensor the (box, CPU values) that this process saves; no other process saves them."""
         return pieces([tensor.detach() for tensor in tensors], self.devices)
 
     def exchange(self, mine: T) -> list[T]:
-        """See `Runtime.exchange`; a single process drives all devices."""
+        """Returns [mine], as a single process drives all devices; asserts that there is one host."""
         assert self.num_hosts == 1, "runs that sample are refused on several hosts"
         return [mine]
 
     def barrier(self) -> None:
-        """Waits for the processes of the other hosts."""
+        """Waits for the processes of the other hosts, if there are any."""
         if self.num_hosts > 1:
             import torch.distributed as dist
 

@@ -40,6 +40,7 @@ class _Rendezvous:
         self.given: dict[int, Any] = {}  # values by rank
 
     def wait(self, rank: int) -> None:
+        """Waits for all ranks; raises MeetingError after `timeout` seconds without a rank, or after `end`."""
         with self._condition:
             if self._failure:  # the others have stopped waiting
                 raise MeetingError(self._failure)
@@ -66,12 +67,14 @@ class _Rendezvous:
             raise MeetingError(self._failure)
 
     def end(self, why: str) -> None:
+        """Makes present and future waits raise MeetingError with the text of the first call."""
         with self._condition:
             self._failure = self._failure or why
             self._condition.notify_all()
 
     @contextlib.contextmanager
     def unhurried(self) -> Iterator[None]:
+        """Suspends the time limit of all waits during the block."""
         with self._condition:
             self._unhurried += 1
         try:
@@ -85,11 +88,11 @@ _THREADS = 16  # of XLA:CPU per device: each collective that it runs at once blo
 
 
 class MeetingError(RuntimeError):
-    """Raised in replicas that wait for a replica that failed or did not reach the step."""
+    """Raised in replicas that wait for a replica that has ended or did not come in time."""
 
 
 def environment(devices: int, replicas: bool = True) -> dict[str, str]:
-    """Returns the environment variables of a process with `devices` XLA:CPU devices, which are replicas or a mesh.
+    """Returns the variables to set for a process with `devices` XLA:CPU devices: `replicas`, or if False a mesh.
 
     JAX_PLATFORMS keeps JAX, which lowers kernels, from opening the machine's TPU.
     """
@@ -103,7 +106,7 @@ def environment(devices: int, replicas: bool = True) -> dict[str, str]:
 
 
 def run(replica: Callable[[], None], replicas: int, timeout: float) -> None:
-    """Runs a function in a thread per device, with a barrier around the step marker; called once per process.
+    """Runs a function in a thread per device until all end, with a barrier around the step marker; once per process.
 
     Raises MeetingError in the replicas that wait if another does not reach the step within `timeout` seconds.
     """
@@ -154,12 +157,12 @@ def any_replica(rank: int, mine: bool) -> bool:
 
 @contextlib.contextmanager
 def unhurried() -> Iterator[None]:
-    """Suspends the time limit of waiting replicas during the block, which judges completions with its own limits."""
+    """Suspends the time limit of waiting replicas, if there are any, during the block, which has its own limits."""
     with _rendezvous.unhurried() if _rendezvous else contextlib.nullcontext():
         yield
 
 
 def end(why: str) -> None:
-    """Makes all present and future waits of replicas raise `MeetingError`."""
+    """Makes all present and future waits of replicas, if there are any, raise `MeetingError` with the text `why`."""
     if _rendezvous is not None:
         _rendezvous.end(why)

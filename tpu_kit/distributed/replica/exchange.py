@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def between_processes(mine: T, device: torch.device) -> list[T]:
-    """Gathers a value from every process of the process group; returns the values by rank.
+    """Gathers a value from every process of the process group, which must all call it; returns the values by rank.
 
     Args:
         mine: a JSON value; tuples become lists.
@@ -80,7 +80,7 @@ class ProcessGroup:
         return found
 
     def _join(self, process: int, processes: int) -> None:
-        """Exchanges the values of all processes' threads; runs in one thread while the others wait."""
+        """Puts the values of all processes' threads into `_all`; runs in one thread while the others wait."""
         given, self._given = self._given, {}
         together = [[*given.items()]]
         if processes > 1:

@@ -104,6 +104,7 @@ class _Server(_Handler):
         self.calls: queue.SimpleQueue[_Call[Any]] = queue.SimpleQueue()
 
     def _idle(self) -> None:
+        """Runs the waiting calls; after a call that hung, ends the other waiting calls without running them."""
         hangs = None
         while not self.calls.empty():
             job = self.calls.get()
@@ -121,7 +122,9 @@ def call(
     function: Callable[[], T], stop: Callable[[], bool] = lambda: False, patience: float | None = None, *,
     aside: bool = False,
 ) -> T:  # fmt: skip
-    """Calls a function in the main thread, or in this thread if the main thread runs no calls; returns its result.
+    """Calls a function in the main thread and returns its result.
+
+    If the main thread runs no calls, calls it in this thread; `stop` and `patience` then work only in the main thread.
 
     Args:
         function: the user's function.
@@ -149,12 +152,14 @@ def call(
 
 
 def _wake() -> None:
+    """Sends SIGUSR2 to the main thread."""
     ident = threading.main_thread().ident
     assert ident is not None
     signal.pthread_kill(ident, signal.SIGUSR2)
 
 
 def _call_here(job: _Call[Any], stop: Callable[[], bool], patience: float | None) -> None:
+    """Runs a call in this thread, the main thread, which another thread watches; sets SIGUSR2's handler meanwhile."""
     before = signal.getsignal(signal.SIGUSR2)
     handler = before if isinstance(before, _Handler) else _Handler()
     signal.signal(signal.SIGUSR2, handler)
@@ -169,7 +174,7 @@ def _call_here(job: _Call[Any], stop: Callable[[], bool], patience: float | None
 
 
 def _watch(job: _Call[Any], stop: Callable[[], bool], patience: float | None, interrupt: Callable[[], None]) -> None:
-    """Waits for the end of a call; if it must end, interrupts it repeatedly, because it may catch `CallEnded`."""
+    """Waits for the end of a call; if it must end, sets `end` and interrupts it, again if it catches the error."""
     used = seen = read_at = 0.0
     beat = min(_BEAT, (patience or math.inf) / 10)
     while not job.over.wait(_LOOK):

@@ -27,7 +27,7 @@ def active_mesh() -> Mesh:
 
 @contextlib.contextmanager
 def use_mesh(mesh: Mesh) -> Iterator[None]:
-    """Sets the active mesh for the block."""
+    """Context manager that sets the active mesh of this process for the block."""
     global _mesh
     before, _mesh = _mesh, mesh
     try:
@@ -37,7 +37,7 @@ def use_mesh(mesh: Mesh) -> Iterator[None]:
 
 
 def start(mesh: Mesh) -> None:
-    """Makes this process drive its devices of `mesh` until it ends; call it before any use of a device.
+    """Turns SPMD on with `mesh` as the active mesh until this process ends; call it before any use of a device.
 
     The runtime numbers devices by slice, then by position in the slice.
 
@@ -67,11 +67,12 @@ def local_devices() -> list[int]:
 
 
 def _number(name: str) -> int:
+    """Returns 3 for the device name "TPU:3"."""
     return int(name.rpartition(":")[2])  # a name such as "TPU:3"
 
 
 def put(tensor: torch.Tensor, spec: Spec, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Moves a CPU tensor to the devices, converted to `dtype` and sharded by `spec`, without compiling.
+    """Copies a CPU tensor to the devices, converted to `dtype` and sharded by `spec`, without compiling.
 
     Axes that do not divide their dimension are removed from `spec`.
     """
@@ -82,7 +83,7 @@ def put(tensor: torch.Tensor, spec: Spec, dtype: torch.dtype | None = None) -> t
 def cut(
     tensor: torch.Tensor, mesh: Mesh, spec: Spec, devices: Sequence[int], dtype: torch.dtype | None = None
 ) -> list[torch.Tensor]:
-    """Copies the shards of `devices` from a CPU tensor; devices with the same shard share the copy."""
+    """Returns the shards of a CPU tensor for `devices`, in their order; equal shards are one tensor, maybe a view."""
     places = boxes(mesh, spec, tensor.shape, devices)
     distinct = {str(box): box for box in places}
     shards = {key: tensor[box].to(dtype or tensor.dtype).contiguous() for key, box in distinct.items()}
@@ -95,10 +96,10 @@ def row_shards(mesh: Mesh, devices: Sequence[int]) -> list[int]:
 
 
 def put_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Moves this process's rows of a batch to its devices; see `put`.
+    """Copies this process's rows of a batch to its devices; returns the batch of all processes, sharded by rows.
 
-    Args:
-        tensor: (B, S, ...); equal numbers of rows for the batch shards on these devices, by shard number.
+    `tensor` (B, S, ...) has equal numbers of rows for the batch shards on these devices, by shard number. If these
+    shards do not divide B, all devices get the whole tensor.
     """
     shards = row_shards(_mesh, local_devices())
     held = sorted(set(shards))
@@ -131,6 +132,7 @@ def put_stack(parts: list[torch.Tensor], spec: Spec, dtype: torch.dtype) -> torc
 
 
 def _of_shards(shards: list[torch.Tensor], spec: Spec, shape: torch.Size) -> torch.Tensor:
+    """Makes a device tensor of `shape` from a CPU shard for every local device."""
     import torch_xla
     import torch_xla.distributed.spmd as xs
 
@@ -139,7 +141,7 @@ def _of_shards(shards: list[torch.Tensor], spec: Spec, shape: torch.Size) -> tor
 
 
 def read(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Copies whole tensors from the devices to the CPU, without compiling.
+    """Copies whole tensors, of which this process must hold all shards, from the devices to the CPU, without compiling.
 
     If any tensor is sharded, waits for all programs that were started; else for the programs that compute the tensors.
     """
@@ -147,7 +149,7 @@ def read(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def pieces(tensors: Sequence[torch.Tensor], devices: Collection[int]) -> list[list[tuple[Box, torch.Tensor]]]:
-    """Copies the boxes and values of tensors' parts on `devices`; calls for all devices return every part once.
+    """Returns for every tensor its parts that belong to `devices`, as (box, CPU values); a part belongs to one device.
 
     If several devices have the same shard, it belongs to the first. Tensors that are not sharded belong to device 0.
     """
@@ -174,6 +176,7 @@ def _sharded(tensors: Sequence[torch.Tensor]) -> list[bool]:
 
 
 def _joined(tensor: torch.Tensor) -> torch.Tensor:
+    """Joins the shards of a tensor on the CPU; asserts that this process holds all of them."""
     whole, done = torch.empty(tensor.shape, dtype=tensor.dtype), dict[str, int]()
     for _, _, box, part in _shards(tensor):
         if str(box) not in done:
@@ -196,7 +199,7 @@ def _shards(tensor: torch.Tensor) -> Iterator[tuple[int, int, Box, torch.Tensor]
 
 
 def boxes(mesh: Mesh, spec: Spec, shape: Sequence[int], devices: Sequence[int] | None = None) -> list[Box]:
-    """Returns the parts of a tensor that `devices` hold, in their order; by default of all devices."""
+    """Returns for `devices`, by default all, the box of a tensor that each device holds, in their order."""
     sizes = mesh.shard_shape(spec, shape)
     found = []
     for device in range(mesh.size) if devices is None else devices:

@@ -35,7 +35,7 @@ class Shared:
         self._lock, self._loaded = threading.Lock(), list[Any]()
 
     def load(self, load: Callable[[], tuple[M, T]]) -> tuple[M, T]:
-        """Loads the model at the first call; returns a copy, because moving a shared model to a device affects all."""
+        """Calls `load` if no replica has; returns a copy of the model, to move to a device, and the shared rest."""
         with self._lock:
             if not self._loaded:
                 self._loaded.append(load())
@@ -74,14 +74,14 @@ class Runtime:
 
     @property
     def data_shards(self) -> list[int]:
-        """The shards of a batch whose rows this process sends to its devices."""
+        """Numbers of the batch shards whose rows this process sends to its devices."""
         return [self.rank]
 
     def sync(self) -> None:
         """Ends the lazy graph and starts it; all replicas must call it. Does nothing if tensors are not lazy."""
 
     def all_reduce(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Sums fp32 tensors over the replicas, in place, in a single collective; on XLA it is part of the graph."""
+        """Sums fp32 tensors over the replicas, in place, in one collective, on XLA in the graph; all must call it."""
         if self.world_size == 1:
             return
         import torch
@@ -93,7 +93,7 @@ class Runtime:
             tensor.copy_(part.view_as(tensor))
 
     def to_device(self, batches: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
-        """Starts to copy CPU tensors to the device and returns the copies."""
+        """Starts to copy batches of CPU tensors to the device; returns the copies in the same structure."""
         return [{k: v.to(self.local_device, non_blocking=True) for k, v in batch.items()} for batch in batches]
 
     def put(self, tensors: Sequence[torch.Tensor], spec: Spec | None = None) -> list[torch.Tensor]:
@@ -114,7 +114,7 @@ class Runtime:
         return [tensor.detach().to("cpu", copy=True) for tensor in tensors]
 
     def pieces(self, tensors: Sequence[torch.Tensor]) -> list[list[tuple[Box, torch.Tensor]]]:
-        """Reads the parts of tensors that this process saves; no two processes save the same part."""
+        """Returns for every tensor its parts on this process as (box, CPU values); without a mesh the whole tensor."""
         return [[(tuple(map(slice, one.shape)), one)] for one in self.to_host(tensors)]
 
     def barrier(self) -> None:
@@ -141,15 +141,16 @@ class Runtime:
         return None, None
 
     def counters(self) -> dict[str, int]:
-        """Returns counts since the start of this process: compiles; on XLA also executions, host reads, CPU fallbacks.
+        """Returns counts since the start of this process: "compiles"; empty on a CPU.
 
-        Empty on a CPU.
+        On torch_xla also "executions", "device_reads", "host_syncs" (reads of single values) and "fallbacks", the
+        operations that ran on the CPU, host_syncs included.
         """
         return {}
 
 
 def load_once(rt: Runtime, load: Callable[[], tuple[M, T]]) -> tuple[M, T]:
-    """Loads a model and its companions with `load`; only once if the replicas are threads of the same process."""
+    """Returns the result of `load`, a model and its companions; called once if replicas are threads of a process."""
     return load() if rt.shared is None else rt.shared.load(load)
 
 
@@ -163,5 +164,5 @@ def current() -> Runtime:
 
 
 def enter(runtime: Runtime | None) -> None:
-    """Sets this thread's runtime; only `launch` calls this."""
+    """Sets this thread's runtime, or with None ends it; only `launch` and `worker` call this."""
     _local.runtime = runtime

@@ -59,7 +59,7 @@ _IMPORTING = threading.Lock()
 
 
 class ReplicaMessage(NamedTuple):
-    """A report of a process to the calling process."""
+    """A report of a process to the calling process; `kind` and `value` are as in this module's docstring."""
 
     at: int  # nanoseconds of the machine's monotonic clock
     rank: int
@@ -68,13 +68,13 @@ class ReplicaMessage(NamedTuple):
 
     @classmethod
     def read(cls, path: Path) -> ReplicaMessage:
-        """Reads a report of `write`. Unpickling it is safe, because other users cannot write to the folder."""
+        """Reads a report from `write`. Unpickling it is safe, because other users cannot write to the folder."""
         at, rank, kind = path.name.split(".")
         return cls(int(at), int(rank), kind, pickle.loads(path.read_bytes()))
 
 
 def write(folder: str, rank: int, kind: str, value: Any) -> None:
-    """Writes a report to the launch's folder atomically; file names sort by time."""
+    """Writes a report to the launch's folder atomically, errors without secrets; file names sort by time."""
     value = hide_secrets(value) if kind in (*REFUSALS, "error") else value
     with atomic.replacing(Path(folder, f"{time.monotonic_ns():020}.{rank}.{kind}")) as part:
         part.write_bytes(pickle.dumps(value))
@@ -91,6 +91,7 @@ class _ResultPickler(pickle.Pickler):
 
 
 def _pickled(name: str, result: Any) -> bytes:
+    """Pickles the result of the function `name`; raises TypeError if it cannot be sent (a tensor on a device)."""
     buffer = io.BytesIO()
     try:
         _ResultPickler(buffer).dump(result)
@@ -103,7 +104,7 @@ def _pickled(name: str, result: Any) -> bytes:
 
 
 def _replica(rank: int, first: bool, make: Callable[[], Runtime], folder: str, payload: bytes) -> None:
-    """Runs fn in a replica and reports its end; the result is sent only by the `first` replica of this host."""
+    """Runs fn and reports its end, with the result in the host's `first` replica; SystemExit(1) for an error."""
     write(folder, rank, "started", os.getpid())
     try:
         runtime.enter(make())
@@ -120,7 +121,7 @@ def _replica(rank: int, first: bool, make: Callable[[], Runtime], folder: str, p
 
 
 def _is_from_the_kit(error: BaseException, kind: type[Exception]) -> bool:
-    """Whether the kit itself raised the error, so that its text has advice and needs no traceback."""
+    """Whether the error is a `kind` that the kit itself raised, so that its text has advice and needs no traceback."""
     frames = list(traceback.walk_tb(error.__traceback__))
     raised_in = frames[-1][0].f_globals.get("__name__", "") if frames else ""
     number = getattr(error, "errno", None)
@@ -131,7 +132,7 @@ def _is_from_the_kit(error: BaseException, kind: type[Exception]) -> bool:
 def _xla_replica(
     _index: int, folder: str, payload: bytes, backend: Backend, shared: Shared | ProcessGroup | None = None
 ) -> None:
-    """Runs a replica in a TPU's process, in a thread of that process, or in a thread of the rehearsal."""
+    """Runs a replica of torch_xla: on a TPU if `shared` is a ProcessGroup, else in a thread of the rehearsal."""
     import torch_xla
     import torch_xla.runtime as xr
 
@@ -156,7 +157,7 @@ def _xla_replica(
 
 
 def _rehearsal(folder: str, payload: bytes, backend: Backend, hang_timeout: float) -> None:
-    """Runs the process of the XLA:CPU replicas, which are its threads."""
+    """Runs the process of the XLA:CPU replicas, which are its threads, and exits from it."""
     _prepare(folder)
     preemption.catch_stops()
     main_thread.serve()
@@ -173,7 +174,7 @@ def _rehearsal(folder: str, payload: bytes, backend: Backend, hang_timeout: floa
 
 
 def _mesh_process(folder: str, payload: bytes, backend: Backend) -> None:
-    """Runs the process that drives this host's devices of a mesh."""
+    """Runs the process that drives this host's devices of a mesh, and exits from it."""
     _prepare(folder)
     assert backend.mesh is not None
     mesh = backend.mesh
@@ -195,7 +196,7 @@ def _mesh_process(folder: str, payload: bytes, backend: Backend) -> None:
 
 @contextlib.contextmanager
 def _exit_at_once(folder: str, rank: int) -> Iterator[None]:
-    """Reports an error of the block, then ends this process without waiting for threads, such as the XLA runtime's."""
+    """Reports an error of the block, then ends this process (1 after an error, else 0) without waiting for threads."""
     from tqdm.std import tqdm  # type: ignore[import-untyped]  # tqdm ships no types
 
     # tqdm's default lock has a semaphore, which Python reports as leaked after `os._exit`.
@@ -214,7 +215,7 @@ def _exit_at_once(folder: str, rank: int) -> Iterator[None]:
 
 
 def _torch_replica(local_rank: int, folder: str, payload: bytes, backend: Backend, hang_timeout: float) -> None:
-    """Runs the process of a replica on a GPU, on a TPU with TorchTPU, or on the CPU."""
+    """Runs the process of a replica on a GPU, on a TPU with TorchTPU, or on the CPU, and exits from it."""
     _prepare(folder)
     import torch
     import torch.distributed as dist
@@ -253,7 +254,7 @@ def _torch_replica(local_rank: int, folder: str, payload: bytes, backend: Backen
 
 
 def _connect(kind: str, hosts: Hosts, folder: str, rank: int, world_size: int, limit: timedelta = _LIMIT) -> None:
-    """Joins the process group of all replicas, through the hosts' store or, on a single host, a file of the launch."""
+    """Joins a process group `kind`, such as "gloo", through the hosts' store or, on one host, a file of the launch."""
     import torch.distributed as dist
 
     if hosts.count == 1:
@@ -287,7 +288,7 @@ class _FromRankZero:
 
 
 def _quiet(threads: bool) -> None:
-    """Lets only rank 0 write to stdout; all replicas write to stderr."""
+    """Lets only rank 0 of this process's `threads` write to stdout; if False, silences the whole process."""
     if threads:
         if not isinstance(sys.stdout, _FromRankZero):
             sys.stdout = _FromRankZero(sys.stdout)
@@ -326,7 +327,7 @@ def _show_stacks() -> None:
 
 
 def _die_with_caller(folder: str) -> None:
-    """Ends this session's processes when stdin closes: the calling process has ended, for any reason."""
+    """Waits until stdin closes, as the calling process has ended; then deletes `folder` and kills this session."""
     while sys.stdin.buffer.read(4096):
         pass
     shutil.rmtree(folder, ignore_errors=True)
@@ -334,7 +335,7 @@ def _die_with_caller(folder: str) -> None:
 
 
 def _watch_children(folder: str, replicas: Sequence[BaseProcess], over: threading.Event) -> None:
-    """Reports the ends of the replicas and other child processes, until `over` is set."""
+    """Reports the ends (pid, status) of the replicas and other child processes, until `over` is set."""
     children, told = set(replicas), set[BaseProcess]()
     while True:
         last = over.wait(_LOOK)
@@ -347,7 +348,7 @@ def _watch_children(folder: str, replicas: Sequence[BaseProcess], over: threadin
 
 
 def main() -> None:
-    """Runs the launcher: starts the replicas and waits until they end."""
+    """Runs the launcher: reads the launch from stdin, starts the replicas, waits until they end, and exits."""
     folder, backend, hang_timeout, payload = pickle.load(sys.stdin.buffer)
     _show_stacks()
     # The replicas get the signal too, and decide how to end. (They inherit SIG_IGN, for example nohup's.)
@@ -374,7 +375,7 @@ def main() -> None:
 
 
 def _processes(folder: str, payload: bytes, backend: Backend, hang_timeout: float) -> list[SpawnProcess]:
-    """Makes the processes of this host's replicas; none for a TPU's chips, where xmp.spawn makes them."""
+    """Makes the processes of this host's replicas, not started; none for replicas on a TPU, which xmp.spawn starts."""
     spawn, arguments = multiprocessing.get_context("spawn"), (folder, payload, backend)
     if backend.mesh is not None:
         return [spawn.Process(target=_mesh_process, args=arguments)]
