@@ -11,7 +11,7 @@ from tpu_kit.torch_tpu.environment import other_plugin
 
 
 def open_device() -> torch.device:
-    """Registers the device in this process and returns it.
+    """Registers TorchTPU's device, of libtpu or the plugin in TPU_LIBRARY_PATH, in this process; returns it: "tpu:0".
 
     Without a chip, the first tensor would abort the process; `detection.detect` therefore looks for a chip first.
     """
@@ -37,7 +37,7 @@ def compile_count() -> int:
 
 
 def memory(device: torch.device) -> tuple[int | None, int | None]:
-    """Returns (peak memory in use, memory size) in bytes; None if the plugin does not report them."""
+    """Returns (peak memory in use, memory size) in bytes; (None, None) if the plugin does not report them."""
     if other_plugin():  # the plugin for the CPU reports nothing and prints four lines on stderr per call
         return None, None
     accelerator: Any = torch.accelerator  # torch 2.13

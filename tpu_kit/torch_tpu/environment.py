@@ -27,7 +27,7 @@ def other_plugin(environ: Mapping[str, str] | None = None) -> str:
 
 
 def check_command(command: str, device_type: str) -> None:
-    """Raises ValueError if a command does not run on the backend yet."""
+    """Raises ValueError if `device_type` is torch-tpu; called by commands that do not run on it yet."""
     if device_type == NAME:
         raise ValueError(
             f"{command} does not run on launch.device_type={NAME} yet; train, evaluate and generate do, and "
@@ -36,6 +36,6 @@ def check_command(command: str, device_type: str) -> None:
 
 
 def check_family(model_type: str, device_type: str) -> None:
-    """Raises ValueError if the backend was not tested with a model family."""
+    """Raises ValueError if `device_type` is torch-tpu and `model_type` is not in `FAMILIES`."""
     if device_type == NAME and model_type not in FAMILIES:
         raise ValueError(f"launch.device_type={NAME} trains only {', '.join(FAMILIES)}: {ELSEWHERE}")

@@ -11,7 +11,7 @@ import torch
 
 
 def call(function: functools.partial[Any], tensors: Sequence[torch.Tensor], outputs: int) -> list[torch.Tensor]:
-    """Runs a JAX function on tensors of TorchTPU's device.
+    """Runs a JAX function on tensors of TorchTPU's device and returns its results, one tensor per array.
 
     Args:
         function: a module's function, with its static settings as the only bound argument; returns a tuple of arrays.
@@ -24,7 +24,7 @@ def call(function: functools.partial[Any], tensors: Sequence[torch.Tensor], outp
 
 @functools.cache
 def _operation(function: Callable[..., Any], settings: tuple[Any, ...], inputs: int, outputs: int) -> Any:
-    """Registers the operation; TorchTPU reads the numbers of arguments and results from its signature."""
+    """Registers and returns an operation; TorchTPU reads the numbers of arguments and results from its signature."""
     import jax
 
     def run(*arrays: Any) -> Any:

@@ -15,8 +15,8 @@ def check_machine(at: Machine, replicas: int = 1) -> None:
     """Checks that this machine and its packages can run torch_tpu, without opening the device.
 
     Raises:
-        ValueError: torch_tpu is missing, has an untested version or is installed beside torch_xla; there is no chip, or
-            another process holds it; or `replicas` is neither 1 nor the number of chips.
+        ValueError: torch_tpu or a package beside it is missing or has an untested version, or torch_xla is installed.
+            There is no chip, another process holds it, or `replicas` is neither 1 nor the number of chips.
     """
     if wrong := torch_tpu.mismatches(at.version):
         text = ", ".join(
@@ -49,7 +49,7 @@ def check_machine(at: Machine, replicas: int = 1) -> None:
 
 
 def tracer(device_type: str) -> str:
-    """Returns the name of the package that traces TPU programs for `launch.device_type`."""
+    """Returns the package that traces TPU programs: "torch_tpu" for device type torch-tpu, else "torch_xla"."""
     return "torch_tpu" if device_type == NAME else "torch_xla"
 
 
@@ -67,12 +67,13 @@ def run_limits(config: TrainConfig) -> list[str]:
 
 
 def problems(config: TrainConfig, hosts: int) -> list[str]:
-    """Returns the features of a run that the backend does not support, with fixes."""
+    """Returns a text with a fix for each feature of a run on `hosts` hosts that TorchTPU does not support."""
     return [f"{names}: {text}, which launch.device_type={NAME} does not do yet; {fix}"
             for names, text, fix in _asked(config, hosts)]  # fmt: skip
 
 
 def _asked(config: TrainConfig, hosts: int) -> Iterator[tuple[str, str, str]]:
+    """Yields the settings, the feature in words and the fix for each feature that TorchTPU does not support."""
     if hosts > 1:
         yield "launch.hosts", f"{hosts} hosts train together", f"start it on one host, or {ELSEWHERE}"
     if config.launch.mesh not in (None, "auto"):

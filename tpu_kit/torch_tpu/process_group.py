@@ -19,7 +19,7 @@ _SUM = re.compile(r'stablehlo\.all_reduce"?\(.*?replica_groups = dense<([^>]*)>'
 
 
 def prepare_launch(replicas: int) -> None:
-    """Sets the environment variables that all processes of this host share; the launcher calls it before they start."""
+    """Sets torch_tpu's environment variables for all processes of a host; the launcher calls it before they start."""
     from torch_tpu._internal.distributed.distributed import set_tpu_launch_env
 
     set_tpu_launch_env(nproc_per_node=replicas)
@@ -79,11 +79,11 @@ def _answering_store(replicas: int) -> dist.Store:
 
 
 def check_all_reduces(text: str, replicas: int) -> None:
-    """Checks that the program of a step sums exactly once over all replicas.
+    """Checks that the program of a step has exactly one all-reduce over all replicas, or none for one replica.
 
     Args:
         text: the text of the program's StableHLO module.
-        replicas: number of replicas; 1 must not sum.
+        replicas: number of replicas.
 
     Raises:
         ValueError: the program does not, so the replicas would drift apart.

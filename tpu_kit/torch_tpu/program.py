@@ -62,7 +62,7 @@ class Program:
         self._run = _compiled(trace(fn, example), example, donated, name, replicas)
 
     def __call__(self, *tensors: torch.Tensor) -> Tensors:
-        """Runs the program."""
+        """Runs the program and returns its results."""
         return list(self._run(*tensors))
 
 
@@ -78,7 +78,7 @@ class Programs:
         self._results: dict[Any, Any] = {}  # structures of the functions' results
 
     def run(self, name: str, fn: Callable[..., Any], donated: int, *trees: Any) -> Any:
-        """Runs a function; functions with the same name must compute the same. For `donated` see `Program`."""
+        """Runs `fn(*trees)`; equal names must mean equal functions. `donated` counts tensors, see `Program`."""
         leaves, given = tree_flatten(trees)
         key = name, given, tuple((tensor.shape, tensor.dtype) for tensor in leaves)
         if key not in self._programs:
@@ -147,7 +147,7 @@ def trace_with(
 
 
 def tensors_of(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the parameters and buffers of a model by name; tied tensors occur once."""
+    """Returns the parameters and buffers of a model by name, detached, not copied; tied tensors occur once."""
     return {name: tensor.detach() for name, tensor in (*model.named_parameters(), *model.named_buffers())}
 
 
@@ -163,7 +163,7 @@ def computing_with(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) 
 def _compiled(
     graph: torch.fx.GraphModule, example: Sequence[torch.Tensor], donated: int, name: str, replicas: int
 ) -> Any:
-    """Compiles a graph with the private compiler, or if that fails, with `torch.compile` and without donation."""
+    """Compiles a graph. Without the private compiler, uses `torch.compile` without donation, but not for replicas."""
     try:
         from torch_tpu._internal.compile.compiler import StaticCompiler
 

@@ -109,6 +109,7 @@ def topology_as_device(name: str, bounds: Sequence[int], chip_config: str | None
 
 
 def _make_writable(start: int, size: int) -> None:
+    """Makes the pages of `size` bytes from the address `start` on writable."""
     page = os.sysconf("SC_PAGESIZE")
     first = start // page * page
     read_and_write = 1 | 2  # PROT_READ, PROT_WRITE
