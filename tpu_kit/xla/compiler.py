@@ -34,7 +34,7 @@ def _given(stablehlo: bytes) -> Any:
 
 
 def program_of(stablehlo: str, donated: tuple[int, ...], arguments: tuple[str, ...], argument_bytes: int) -> Program:
-    """Makes a program for one device from the text of a StableHLO module; see `Program`."""
+    """Makes a `Program` without shardings, for one device, from the text of a StableHLO module."""
     from jax._src.interpreters import mlir
     from jax._src.lib.mlir import ir
     from jaxlib import xla_client
@@ -47,7 +47,7 @@ def program_of(stablehlo: str, donated: tuple[int, ...], arguments: tuple[str, .
 
 
 def fingerprint(program: Program) -> str:
-    """Hashes the program and its donated buffers, without names and source lines."""
+    """Returns a hash, 32 hex digits, of the program and its donated buffers, without names and source lines."""
     module = _hlo().HloModule.from_serialized_hlo_module_proto(program.hlo)
     options = _hlo().HloPrintOptions()
     options.print_metadata, options.print_large_constants = False, True
@@ -61,13 +61,17 @@ def compile_program(
     also: Callable[..., dict[str, Any]] = lambda module, instructions: {},
     seconds: Callable[[hlo.Cost], float] = lambda one: 0.0,
 ) -> dict[str, Any]:
-    """Compiles a program for the topology in `request`; returns the fields of `compile_check.Compiled`.
+    """Compiles a program for the topology in `request`; returns its figures per device.
 
     Args:
         program: the program to compile.
-        request: num_replicas, topology and effort, as for `compile_check.compile_step`.
-        also: makes additional fields from the compiled module and the costs of its instructions.
+        request: num_replicas (devices), topology (the fields of `chips.Topology`) and effort ("low", or normal).
+        also: makes additional fields from the compiled `hlo.Module` and the costs of its instructions.
         seconds: returns the time of one execution of an instruction.
+
+    Returns:
+        compile_seconds and the fields of `compiled_figures`. If the program needs too much memory: compile_seconds,
+        argument_bytes and out_of_memory, the fields of `hlo.parse_out_of_memory` and the error as text.
 
     Raises:
         ValueError: the compiler refuses the program for a reason other than memory, or does not know the topology.
@@ -118,7 +122,7 @@ def compiled_figures(
     also: Callable[..., dict[str, Any]],
     seconds: Callable[[hlo.Cost], float] = lambda one: 0.0,
 ) -> dict[str, Any]:
-    """Reads a compiled program, ours or another trainer's; returns as `compile_program`, without compile_seconds.
+    """Reads the figures of a compiled program, ours or another trainer's.
 
     Args:
         text: the text of the program.
@@ -126,6 +130,10 @@ def compiled_figures(
         accessed_once: see `hlo.costs`.
         also: see `compile_program`.
         seconds: returns the time of one execution of an instruction.
+
+    Returns:
+        argument_bytes, output_bytes, aliased_bytes, temporary_bytes, code_bytes, loop_trips (`Module.trips`),
+        collectives (`Module.collectives`), and the fields of `also` and of `hlo.costs`.
     """
     from jaxlib import xla_client
 
@@ -149,6 +157,7 @@ def compiled_figures(
 
 
 def _devices(topology: dict[str, Any]) -> Any:
+    """Returns the devices of a topology, which need not exist, from libtpu's compile-only client."""
     from jax.experimental import topologies
 
     config = {"chip_config_name": topology["chip_config_name"]} if topology["chip_config_name"] else {}
@@ -160,7 +169,7 @@ def _devices(topology: dict[str, Any]) -> Any:
 
 
 def _stablehlo(program: Program) -> bytes:
-    """Converts the program to StableHLO for the client, and marks its donated parameters."""
+    """Returns the program as StableHLO bytecode, with its donated parameters and shardings marked."""
     from jax._src.interpreters import mlir
     from jax._src.lib.mlir import ir
     from jaxlib import xla_client

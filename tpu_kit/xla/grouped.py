@@ -76,12 +76,15 @@ def layout(tiles: Tiles, index: torch.Tensor) -> TileLayout:
 
 
 def rows_of(tiles: Tiles, tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Gathers (N, ...) to (R, ...); rows whose index (R,) is -1 are zero."""
+    """Gathers the rows `index` (R,) of `tensor` (N, ...) to (R, ...); rows whose index is -1 are zero."""
     return _call(_rows_of, tiles, ["token", "row"], ["row"], tensor, index)[0]
 
 
 def sums_of(tiles: Tiles, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Sums, in fp32, the K rows of (R, ...) that `index` (N, K) lists per output; returns (N, ...)."""
+    """Sums in fp32 the K rows of (R, ...) that `index` (N, K) lists per output; returns (N, ...) in their dtype.
+
+    With experts in place, skips an index of -1 and adds over the devices; otherwise `index` must not contain -1.
+    """
     return _call(_sums_of, tiles, ["row", "row"], ["token"], rows, index)[0]
 
 
@@ -117,7 +120,7 @@ def _call(
 
 
 def _own(tiles: Tiles) -> tuple[int, Any]:
-    """Returns the number of this device's experts, and its first expert."""
+    """Returns the number of this device's experts, and the index of its first expert."""
     import jax
 
     if tiles.in_place < 2:
@@ -127,6 +130,7 @@ def _own(tiles: Tiles) -> tuple[int, Any]:
 
 
 def _layout(tiles: Tiles, index: Any) -> tuple[Any, ...]:
+    """Computes the tensors of `layout`, in the order of `TileLayout`, for this device."""
     import jax.numpy as jnp
 
     experts, start = _own(tiles)
@@ -152,6 +156,7 @@ def _layout(tiles: Tiles, index: Any) -> tuple[Any, ...]:
 
 
 def _rows_of(_: Tiles, tensor: Any, index: Any) -> tuple[Any]:
+    """Computes `rows_of`."""
     import jax.numpy as jnp
 
     there = (index >= 0).reshape(-1, *[1] * (tensor.ndim - 1))
@@ -159,6 +164,7 @@ def _rows_of(_: Tiles, tensor: Any, index: Any) -> tuple[Any]:
 
 
 def _sums_of(tiles: Tiles, rows: Any, index: Any) -> tuple[Any]:
+    """Computes `sums_of`."""
     import jax
     import jax.numpy as jnp
 
@@ -170,7 +176,7 @@ def _sums_of(tiles: Tiles, rows: Any, index: Any) -> tuple[Any]:
 
 
 def _columns(outer: int, inner: int, step: int) -> int:
-    """Returns the columns in a block of the result: all, or a multiple of `step` with at most 4 MiB of weights."""
+    """Returns the columns in a block of the result: all, or a multiple of `step` up to 4 MiB of weights, or `step`."""
     most = max(step, _BLOCK_BYTES // (2 * inner) // step * step)
     if outer <= most:
         return outer
@@ -199,12 +205,13 @@ class _Blocks:
         self.scale: Any = None if scale is None else self._shaped(scale)
 
     def _shaped(self, scale: Any) -> Any:
+        """Returns the scales in the shape that `specs` divides into blocks."""
         if self.tiles.bits == 8:
             return scale[:, None]
         return scale.reshape(scale.shape[0], 2, 2, -1, scale.shape[-1]) if self.halves == 2 else scale
 
     def specs(self) -> list[Any]:
-        """Returns the block of each input, by place in the grid, prefetched experts and number of used tiles."""
+        """Returns Pallas' block specs of rows, weights and scales, by grid place, prefetched experts and used tiles."""
         import jax.numpy as jnp
         from jax.experimental import pallas as pl
 
@@ -230,7 +237,7 @@ class _Blocks:
         return found
 
     def decode(self, half: Any, weight: Any, scale: Any, floats: Any) -> None:
-        """Converts a block of integers to floats; int8 without its scales."""
+        """Writes a block of integers to `floats` as floats: int4 with scales and offsets, int8 without its scales."""
         import jax.numpy as jnp
 
         def group(shift: Any, start: int, to: int, line: int) -> None:
@@ -254,7 +261,7 @@ class _Blocks:
                 group(4, start, lines + start, scale.shape[1] // 2 + number)
 
     def kernel(self, expert: Any, used: Any, rows: Any, weight: Any, *refs: Any) -> None:
-        """Computes a block of the result for a tile; unused tiles become zero."""
+        """Writes a block of the result for a tile to the output in `refs`; unused tiles become zero."""
         import jax
         import jax.numpy as jnp
         from jax.experimental import pallas as pl
@@ -284,6 +291,7 @@ class _Blocks:
 
 
 def _product(tiles: Tiles, rows: Any, expert: Any, used: Any, weight: Any, *scale: Any) -> tuple[Any]:
+    """Computes `product` with the Pallas kernel."""
     import jax
     import jax.numpy as jnp
     from jax.experimental import pallas as pl

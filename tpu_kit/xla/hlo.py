@@ -61,12 +61,12 @@ class Instruction:
 
     @property
     def operands(self) -> list[str]:
-        """The names of its operands."""
+        """The names of its operands, without the percent sign."""
         return re.findall(r"%([\w.\-]+)", self.inside)
 
     @property
     def called(self) -> list[str]:
-        """The computations that it runs."""
+        """The names of the computations that it runs: of a fusion, call, loop, reduction or conditional."""
         names = re.findall(r"(?:calls|body|condition|to_apply)=%?([\w.\-]+)", self.rest)
         branches = re.search(r"branch_computations=\{([^}]*)\}", self.rest)
         return names + (re.findall(r"%?([\w.\-]+)", branches[1]) if branches else [])
@@ -87,7 +87,7 @@ _SPLASH = {"block_q": "splash_mha_fwd", "block_q_dkv": "splash_mha_dkv", "block_
 
 
 def _named(text: str) -> str:
-    """Rewrites the text of a program to the form of torch_xla's programs."""
+    """Rewrites a program's text as torch_xla writes it: a kernel's settings on its line, names of splash kernels."""
     text = _KERNEL_SETTINGS.sub(r"{\1}", text)
     names = {name: f"{_SPLASH[first]}.{name}" for name, first in _UNNAMED.findall(text)}
     return re.sub(r"%(custom-call[\w.]*)", lambda found: f"%{names.get(found[1], found[1])}", text)
@@ -129,7 +129,7 @@ class Module:
                 queue += called
 
     def _count_trips(self, loop: Instruction, caller: str) -> int | None:
-        """Counts trips by executing the loop's counters, because the compiler may split a 64-bit counter in two."""
+        """Counts trips by executing the loop's counters, which may be split in two; None if unknown or MOST_TRIPS."""
         state = self._evaluate(caller, loop.operands[0], None)
         for trips in range(MOST_TRIPS):
             more = self._evaluate(loop.attribute("condition"), None, [state])
@@ -167,10 +167,10 @@ class Module:
         return value(name or next(op.name for op in names.values() if op.root))
 
     def collectives(self) -> list[dict[str, Any]]:
-        """Returns a row per kind of collective with its totals in a step; keys as in `compile_check.Collective`.
+        """Returns the totals of a step for each kind of collective: kind, count, bytes, moved, synchronous, over_dcn.
 
-        Hosts run a collective between slices: a device sends its operand to its host and receives the result. These
-        collectives have separate rows.
+        `bytes` are the results', `moved` are sent one way in a ring, `synchronous` is the part of these without
+        computation. Collectives between slices, which hosts run, have separate rows, with over_dcn.
         """
         rows: dict[str, dict[str, Any]] = {}
         chains = set[str]()
@@ -214,7 +214,7 @@ class Module:
                     yield from self._transfers(name, chains, fused=True)
 
     def alone(self, computation: str, op: Instruction) -> str:
-        """Returns the text of a module whose program is a single instruction of a computation."""
+        """Returns the text of a module whose program is a single instruction; its operands become parameters."""
         queue, needed, names = op.called, set[str](), self.computations[computation]
         while queue:
             if (name := queue.pop()) not in needed:
@@ -261,7 +261,7 @@ class Cost(NamedTuple):
         operands: the shapes of its operands.
         opcodes: its opcode, and the opcodes of instructions fused into it.
         products: for every matrix product in it, the shapes of the result and of the operands.
-        kind: see `compile_check.Operation`.
+        kind: "matrix product", "collective", "kernel", "copy" or "elementwise".
         runs: number of executions in a step.
         flops: floating point operations; for splash attention by formula.
         bytes: bytes read from and written to HBM.
@@ -285,7 +285,7 @@ class Cost(NamedTuple):
 
 
 def instruction_costs(module: Module, analyse: Callable[[str], dict[str, float]]) -> list[Cost]:
-    """Computes the costs of a program's instructions, except loops and the ends of asynchronous operations.
+    """Returns the costs of instructions outside fusions, except loops, ends of asynchronous operations, and tuples.
 
     Args:
         module: the program.
@@ -334,8 +334,8 @@ def costs(
         seconds: returns the time of one execution of an instruction.
 
     Returns:
-        flops, bytes_accessed and hbm_bytes of `compile_check.Compiled`, and operations with the fields of
-        `compile_check.Operation`.
+        flops, hbm_bytes, bytes_accessed (in any memory), and operations: dicts, one for each origin and kind, with
+        operation, source, kind, flops, bytes (of HBM) and seconds.
     """
     rows: dict[tuple[str, ...], dict[str, Any]] = {}
     for one in instructions:
@@ -396,7 +396,7 @@ def _kernel_flops(kernel: Instruction, operands: list[str]) -> float:
 
 
 def origin(metadata: str) -> dict[str, str]:
-    """Returns operation and source line from XLA's metadata, without the machine's folders; "" if unknown."""
+    """Returns {"operation": path in the model, "source": "file:line"} from XLA's metadata; "" for unknown values."""
     named = dict(re.findall(r'(op_name|source_file|source_line)="?([^" }]*)', metadata))
     file = re.sub(r"^.*/site-packages/|^.*/(?=tpu_kit/)", "", named.get("source_file", ""))
     # Numbers distinguish scopes with equal names; "/jit(" begins the inside of a kernel.

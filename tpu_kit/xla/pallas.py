@@ -57,7 +57,7 @@ class SplashSettings(NamedTuple):
 def splash_forward(settings: SplashSettings, *tensors: torch.Tensor) -> list[torch.Tensor]:
     """Runs the splash kernel on query, key, value, segment ids and, if there are any, prefix ids and sinks.
 
-    For shapes see `splash_attention.splash_kernel`.
+    With `settings.ahead`, numbers of later tokens replace prefix ids. For shapes see `splash_attention.splash_kernel`.
 
     Returns:
         The output and, if `settings.trains`, log-sum-exps (B, heads, S) fp32 for the backward pass.
@@ -66,7 +66,7 @@ def splash_forward(settings: SplashSettings, *tensors: torch.Tensor) -> list[tor
 
 
 def splash_backward(settings: SplashSettings, *tensors: torch.Tensor) -> list[torch.Tensor]:
-    """Runs the backward pass on the results of `splash_forward`, the gradient of the output, and the forward inputs.
+    """Runs the backward pass on the results of `splash_forward`, the output's gradient, and the inputs except sinks.
 
     Returns:
         The gradients of query, key and value.
@@ -138,7 +138,7 @@ def _balanced(array: Any, axis: int, shards: int, *, back: bool = False) -> Any:
 
 
 def _own_part(array: Any, axis: int, shards: int) -> Any:
-    """Returns this device's part of an array that all devices hold."""
+    """Returns this device's 1 / `shards` along `axis` of an array that all devices hold."""
     import jax
 
     size = array.shape[axis] // shards
@@ -325,6 +325,7 @@ def _backward(settings: SplashSettings, output: Any, log_sums: Any, upstream: An
 
 
 def _call(function: Any, settings: SplashSettings, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    """Adds `_forward` or `_backward` to the tensors' program: TorchTPU's, or with `call` torch_xla's."""
     if tensors[0].device.type == "tpu":
         count = 3 if function is _backward else 1 + settings.trains
         return kernels.call(functools.partial(function, settings), tensors, count)
@@ -347,7 +348,7 @@ def call(
     outputs: tuple[Spec, ...],
     platform: str,
 ) -> list[torch.Tensor]:
-    """Adds a JAX function to the program of its tensors; torch_xla's own function needs a mesh.
+    """Adds a JAX function to the program of its tensors and returns its results; torch_xla's own function needs a mesh.
 
     Args:
         function: a module's function, with its static settings as the only bound argument; returns a tuple of arrays.

@@ -289,7 +289,7 @@ class Traced:
 
 
 def replace_contents(buffers: Sequence[torch.Tensor], found: list[torch.Tensor]) -> None:
-    """Copies new contents to buffers, in place on XLA, and clears the list `found`.
+    """Copies `found` into `buffers`, in place, or on TorchTPU makes it their data, and clears the list `found`.
 
     Tensors that are alive when the graph is cut would be outputs with their own memory.
     """

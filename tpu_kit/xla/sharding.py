@@ -25,7 +25,7 @@ in_place: ContextVar[bool] = ContextVar("in_place", default=False)
 
 
 def token_shards() -> int:
-    """Returns the number of shards of a row's tokens; reads `in_place` last, as torch.compile cannot read it."""
+    """Returns the shards of a row's tokens: the context axis, or 1 if `in_place`, which torch.compile cannot read."""
     return active_mesh().context if active_mesh().context > 1 and not in_place.get() else 1
 
 
@@ -40,12 +40,12 @@ def spec_of_keys(spec: Spec) -> Spec:
 
 
 def query_shards(spec: Spec) -> int:
-    """Returns the number of devices over which the queries of a row are divided."""
+    """Returns over how many devices a row's queries are divided: the context axis for `PER_TOKEN`, else 1."""
     return active_mesh().context if spec == PER_TOKEN else 1
 
 
 def constrain(tensor: torch.Tensor, spec: Spec, gradient: Spec | None = None, *, uneven: bool = False) -> torch.Tensor:
-    """Tells the compiler how a tensor is sharded; returns the tensor unchanged on a single device.
+    """Tells the compiler how a tensor is sharded; returns it unchanged on a single device, off XLA, or if it is int64.
 
     Axes that do not divide their dimension are removed, unless `uneven`: then the compiler pads the last shards. The
     tensor's gradient is sharded by `gradient`, by default by `spec`.
@@ -118,5 +118,5 @@ def sharded_kernel(function: Callable[..., Any], inputs: Sequence[Spec], outputs
 
 
 def hlo_sharding(mesh: Mesh, spec: Spec) -> str:
-    """Returns a sharding as the text of a program parameter's attribute."""
+    """Returns a sharding as HLO text, for a parameter's attribute; turns JAX's Shardy off in this process."""
     return str(_sharding(mesh, spec)._to_xla_hlo_sharding(len(spec)))

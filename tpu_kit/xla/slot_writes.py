@@ -1,4 +1,4 @@
-"""Writes into the key/value cache of generation, in place."""
+"""Writes into the key/value cache of generation, in place in a TPU's program."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SLOTS = 16  # rows in a tile of bf16; a TPU writes whole tiles
 
 
 def write_slot(stack: torch.Tensor, new: torch.Tensor, place: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
-    """Writes `new` to a buffer of a stack, from a slot on, in place; returns the stack.
+    """Returns a stack with `new` written to a buffer from a slot on; only CPU and GPU change `stack` itself.
 
     torch_xla lowers `index_copy` to a scatter, which a TPU cannot run in place. The compiler gives the stack the layout
     of the written values; with the layout of a single slot, attention would copy whole buffers. In a stack of several
@@ -38,6 +38,7 @@ def write_slot(stack: torch.Tensor, new: torch.Tensor, place: torch.Tensor, slot
 
 @cache
 def _slot_writer(count: int) -> Any:
+    """Returns an operation that writes `count` slots, with old values around a single new slot at the place `own`."""
     import torch_xla.core.xla_builder as xb
     import torch_xla.core.xla_op_registry as registry
 

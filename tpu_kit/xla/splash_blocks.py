@@ -29,7 +29,7 @@ def query_block(length: int) -> int:
 
 
 def block_tokens(length: int, head_dim: int) -> int:
-    """Returns the tokens in a block: at most 1024, at most 512 for head sizes above 128, and so on."""
+    """Returns the tokens in a block: at most 1024, halved for head sizes above 128, 256, 512 and so on."""
     return min(length, LARGEST_BLOCK >> (-(-max(1, head_dim) // LANES) - 1).bit_length())
 
 
@@ -44,7 +44,7 @@ def padded_length(length: int, shards: int = 1) -> int:
 
 
 def partial_bytes(rows: float, heads: float, length: int, head_dim: int, size: int) -> int:
-    """Returns the bytes of the partial gradients that the fused kernel writes; for the arguments see `is_fused`."""
+    """Returns the bytes of the fused kernel's partial gradients, 0 for one block; for the arguments see `is_fused`."""
     blocks = -(-length // block_tokens(length, head_dim))
     return int(blocks * rows * heads * length) * -(-head_dim // LANES) * LANES * size if blocks > 1 else 0
 

@@ -81,7 +81,7 @@ def lower(
     names: dict[int, str],
     specs: Mapping[str, Spec] | None = None,
 ) -> Program:
-    """Lowers the graph of `outputs` as torch_xla does when it cuts the graph.
+    """Lowers the graph of `outputs` as torch_xla does when it cuts the graph; sorts the list `outputs`.
 
     Args:
         outputs: all tensors that the step computes and that are alive after it.
@@ -107,7 +107,7 @@ def lower(
 
 
 def name_operations(model: torch.nn.Module) -> None:
-    """Adds module paths to the metadata of forward operations; the program itself does not change.
+    """Adds hooks to a model that put module paths into the metadata of forward operations, not into the program.
 
     Operations of the backward pass get a path only if their layer is recomputed.
     """
