@@ -81,10 +81,7 @@ def rows_of(tiles: Tiles, tensor: torch.Tensor, index: torch.Tensor) -> torch.Te
 
 
 def sums_of(tiles: Tiles, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Sums in fp32 the K rows of (R, ...) that `index` (N, K) lists per output; returns (N, ...) in their dtype.
-
-    With experts in place, skips an index of -1 and adds over the devices; otherwise `index` must not contain -1.
-    """
+    """Sums in fp32 the rows of (R, ...) that `index` (N, K) lists, in place not -1; returns (N, ...) in their dtype."""
     return _call(_sums_of, tiles, ["row", "row"], ["token"], rows, index)[0]
 
 

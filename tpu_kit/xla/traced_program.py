@@ -107,10 +107,7 @@ def lower(
 
 
 def name_operations(model: torch.nn.Module) -> None:
-    """Adds hooks to a model that put module paths into the metadata of forward operations, not into the program.
-
-    Operations of the backward pass get a path only if their layer is recomputed.
-    """
+    """Adds hooks that put module paths into the metadata of a model's forward and recomputed backward operations."""
     import torch_xla
 
     push = torch_xla._XLAC.profiler.scope_pusher

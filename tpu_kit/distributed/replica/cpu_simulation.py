@@ -92,10 +92,7 @@ class MeetingError(RuntimeError):
 
 
 def environment(devices: int, replicas: bool = True) -> dict[str, str]:
-    """Returns the variables to set for a process with `devices` XLA:CPU devices: `replicas`, or if False a mesh.
-
-    JAX_PLATFORMS keeps JAX, which lowers kernels, from opening the machine's TPU.
-    """
+    """Returns the variables of a process with `devices` XLA:CPU devices, `replicas` or a mesh; keeps JAX off a TPU."""
     settings = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
     if replicas and devices > 1:
         # Two threads per replica: one starts programs, the other moves data.

@@ -72,10 +72,7 @@ def _number(name: str) -> int:
 
 
 def put(tensor: torch.Tensor, spec: Spec, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Copies a CPU tensor to the devices, converted to `dtype` and sharded by `spec`, without compiling.
-
-    Axes that do not divide their dimension are removed from `spec`.
-    """
+    """Copies a CPU tensor to the devices as `dtype`, sharded by `spec` without axes that do not divide."""
     spec, tensor = _mesh.fitted(spec, tensor.shape), tensor.detach()
     return _of_shards(cut(tensor, _mesh, spec, local_devices(), dtype), spec, tensor.shape)
 
