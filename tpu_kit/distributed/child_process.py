@@ -31,7 +31,7 @@ class Ended:
         return end_name(self.status)
 
     def last_lines(self, count: int) -> str:
-        """Returns the last `count` nonempty lines of stderr, or stdout if stderr is blank, or "it wrote nothing"."""
+        """Returns the last `count` nonempty lines of stderr, else of stdout, else "it wrote nothing"; hides secrets."""
         text = hide_secrets(self.errors if self.errors.strip() else self.output)
         return "\n".join([line for line in text.splitlines() if line.strip()][-count:]) or "it wrote nothing"
 
@@ -68,7 +68,7 @@ _OF_DEVICES = ("XLA_", "TPU_", "LIBTPU_", "PJRT_", "JAX_", "CPU_NUM_DEVICES", "L
 
 
 def xla_cpu_environment() -> dict[str, str]:
-    """Returns this environment for a child in which torch_xla and JAX use the CPU: without variables of devices."""
+    """Returns this environment for a child in which torch_xla and JAX use the CPU: without device variables."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(_OF_DEVICES)}
     return inherited | {
         "PJRT_DEVICE": "CPU", "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TOKENIZERS_PARALLELISM": "false",

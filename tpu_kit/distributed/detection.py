@@ -203,7 +203,8 @@ def _replicas(device_type: str, asked: int | None, at: Machine) -> int | None:
 def _mesh(text: str, device_type: str, launch: LaunchConfig, at: Machine, hosts: Hosts) -> Mesh:
     """Returns the mesh `text` ("data=2,fsdp=-1") on all hosts' devices; XLA:CPU makes as many as it names.
 
-    Raises ValueError if the device type is neither tpu nor xla-cpu, or the numbers of devices differ.
+    With -1, XLA:CPU makes CPU_NUM_DEVICES or 4 devices. Raises ValueError if the type is neither tpu nor xla-cpu, or
+    the numbers of devices differ.
     """
     if device_type not in _PJRT.values():
         raise ValueError(

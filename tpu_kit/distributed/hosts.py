@@ -98,7 +98,7 @@ def _of_slices(at: Machine) -> Hosts:
 
 
 def _hosts(at: Machine, index: str, names: str, index_from: str, names_from: str) -> Hosts:
-    """Returns the hosts of texts "2" and "a,b,c" from two named variables, `ONE` for one name; ValueError if wrong."""
+    """Returns the hosts for `index` "2" and `names` "a,b,c" of two variables; `ONE` for one name; checks them."""
     if not (found := tuple(name.strip() for name in names.split(",") if name.strip())):
         raise ValueError(f"{index_from}={index}, but {names_from} names no hosts: set it to all hosts, host 0 first")
     number = _number(index, index_from, len(found))

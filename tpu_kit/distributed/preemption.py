@@ -207,7 +207,7 @@ class PreemptionGuard:
 
 
 class Terminated(SystemExit):
-    """Raised when a signal in `STOPS` ends the launch, with code 128 + number; a user may raise other SystemExits."""
+    """Raised when a signal in `STOPS` ends the launch, with code 128 + number. User functions may raise SystemExit."""
 
 
 def join(flag: StopFlag | None) -> None:
@@ -238,7 +238,7 @@ def catch_stops() -> list[signal.Signals]:
 
 @contextlib.contextmanager
 def stops_raise() -> Iterator[None]:
-    """Makes signals in `STOPS` without a handler raise `Terminated` in the block; only in the main thread."""
+    """Makes signals in `STOPS` without a handler raise `Terminated` in the block, if this is the main thread."""
     in_main = threading.current_thread() is threading.main_thread()
     free = [number for number in STOPS if in_main and signal.getsignal(number) is signal.SIG_DFL]
 

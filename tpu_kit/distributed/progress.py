@@ -19,7 +19,7 @@ _LOOK = 0.5  # seconds between reads of the replicas' counts
 
 
 def open_bar(name: str, total: int | None, initial: int = 0, unit: str = "step") -> Any:
-    """Opens a tqdm bar on stderr with the text `name`; shows nothing if `NO_BAR` is an environment variable."""
+    """Returns a tqdm bar on stderr with the text `name`, which shows nothing if the environment has `NO_BAR`."""
     from tqdm.std import tqdm  # type: ignore[import-untyped]  # tqdm ships no types
 
     # The stderr of a launch is a pipe to a notebook cell or a log: it has no width, and it keeps every redraw.

@@ -16,7 +16,7 @@ def check_machine(at: Machine, replicas: int = 1) -> None:
 
     Raises:
         ValueError: torch_tpu or a package beside it is missing or has an untested version, or torch_xla is installed.
-            There is no chip, another process holds it, or `replicas` is neither 1 nor the number of chips.
+            Or there is no chip, another process holds it, or `replicas` is neither 1 nor the number of chips.
     """
     if wrong := torch_tpu.mismatches(at.version):
         text = ", ".join(

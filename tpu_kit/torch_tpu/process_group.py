@@ -35,7 +35,7 @@ def take_chip(rank: int, replicas: int) -> None:
 
 
 def join_alone(replicas: int) -> None:
-    """Joins, as rank 0, a group whose other replicas do not exist, for programs that are only compiled."""
+    """Joins, as rank 0, a group without other replicas, for programs that are only compiled; sets variables."""
     import torch.distributed as dist
 
     take_chip(0, replicas)

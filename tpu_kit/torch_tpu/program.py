@@ -129,7 +129,7 @@ class ModelProgram:
         self._program = Program(name, flat, [*example, *tensors.values()], carried)
 
     def __call__(self, *tensors: torch.Tensor) -> Tensors:
-        """Runs the program; with `steps`, returns the carried tensors, then the stacked tensors."""
+        """Runs the program; returns its results, with `steps` the carried tensors, then the stacked tensors."""
         return self._program(*tensors, *tensors_of(self._model).values())
 
 
@@ -163,7 +163,7 @@ def computing_with(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) 
 def _compiled(
     graph: torch.fx.GraphModule, example: Sequence[torch.Tensor], donated: int, name: str, replicas: int
 ) -> Any:
-    """Compiles a graph. Without the private compiler, uses `torch.compile` without donation, but not for replicas."""
+    """Compiles a graph; without the private compiler by `torch.compile`, without donation; ValueError for replicas."""
     try:
         from torch_tpu._internal.compile.compiler import StaticCompiler
 

@@ -16,7 +16,7 @@ def take(stack: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
 
 
 def write(stack: torch.Tensor, new: torch.Tensor, place: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
-    """Returns `stack` (G, B, heads, S, D) with `new` (B, heads, n, D) at `place` (), from slot `slot` (1,) on."""
+    """Returns a new stack (G, B, heads, S, D) with `new` (B, heads, n, D) at `place` () from slot `slot` (1,) on."""
     return kernels.call(functools.partial(_written), [stack, new, place.int(), slot.int()], 1)[0]
 
 

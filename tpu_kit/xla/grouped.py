@@ -71,7 +71,7 @@ class TileLayout(NamedTuple):
 
 
 def layout(tiles: Tiles, index: torch.Tensor) -> TileLayout:
-    """Sorts pairs by expert; `index` (T, K), integers, has the experts of each token."""
+    """Returns rows for all pairs, sorted by expert; `index` (T, K), integers, has the experts of each token."""
     return TileLayout(*_call(_layout, tiles, ["token"], ["row"] * 5, index.to(torch.int32)))
 
 
@@ -81,7 +81,7 @@ def rows_of(tiles: Tiles, tensor: torch.Tensor, index: torch.Tensor) -> torch.Te
 
 
 def sums_of(tiles: Tiles, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Sums in fp32 the rows of (R, ...) that `index` (N, K) lists, in place not -1; returns (N, ...) in their dtype."""
+    """Sums in fp32 rows of (R, ...) that `index` (N, K) lists, in place except -1; returns (N, ...) in their dtype."""
     return _call(_sums_of, tiles, ["row", "row"], ["token"], rows, index)[0]
 
 

@@ -94,7 +94,7 @@ def _named(text: str) -> str:
 
 
 class Module:
-    """A compiled program, parsed from its text.
+    """A compiled program, parsed from its text; AssertionError for a text that cannot be read.
 
     Attributes:
         text: the text of the program.

@@ -274,7 +274,7 @@ class Traced:
                 self._stacks = [(stack.shape, stack.dtype) for stack in stacks]
 
     def __call__(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        """Adds the computation to the graph; with `steps`, returns the carried tensors, then the stacked tensors."""
+        """Adds a call to the graph; returns its results, with `steps` the carried tensors, then the stacked tensors."""
         import torch_xla
 
         call: Any = torch_xla._XLAC._xla_user_computation

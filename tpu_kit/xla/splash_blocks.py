@@ -21,7 +21,7 @@ WHOLE = 4096
 
 
 def query_block(length: int) -> int:
-    """Returns how many queries attention without a kernel computes at a time: all, or a part of a long row.
+    """Returns how many queries attention without a kernel computes at a time: all up to 4,096, else a power of two.
 
     Up to 131,072 tokens, a head then has at most 2**24 scores at a time, as for a row of 4,096 tokens.
     """

@@ -92,7 +92,7 @@ class MeetingError(RuntimeError):
 
 
 def environment(devices: int, replicas: bool = True) -> dict[str, str]:
-    """Returns the variables of a process with `devices` XLA:CPU devices, `replicas` or a mesh; keeps JAX off a TPU."""
+    """Returns variables for a process with `devices` XLA:CPU devices, `replicas` or else a mesh; JAX opens no TPU."""
     settings = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
     if replicas and devices > 1:
         # Two threads per replica: one starts programs, the other moves data.

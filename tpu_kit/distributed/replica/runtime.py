@@ -137,7 +137,7 @@ class Runtime:
         return between_processes(mine, self.local_device)
 
     def memory(self) -> tuple[int | None, int | None]:
-        """Returns peak use and size of the device memory in bytes; None on XLA:CPU and CPU, which do not count it."""
+        """Returns peak use and size of the device memory in bytes; (None, None) on XLA:CPU and CPU."""
         return None, None
 
     def counters(self) -> dict[str, int]:
@@ -150,7 +150,7 @@ class Runtime:
 
 
 def load_once(rt: Runtime, load: Callable[[], tuple[M, T]]) -> tuple[M, T]:
-    """Returns the result of `load`, a model and its companions; called once if replicas are threads of a process."""
+    """Returns the result of `load`, a model and its companions; threads call it once and copy the model."""
     return load() if rt.shared is None else rt.shared.load(load)
 
 
