@@ -3,7 +3,8 @@
     from tpu_kit.generation.answers import Sampling, generate
     replies = generate(config, [[{"role": "user", "content": "What is 2 + 3?"}]], Sampling(max_new_tokens=64))
 
-The prompts are divided among the replicas, whose number does not change the result. `Generator` takes a loaded model.
+Each call loads the model anew and divides the prompts among the replicas, whose number does not change the result.
+`Generator` takes a loaded model.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ class GenerationRequest:
     """Prompts and the options for completing them.
 
     Attributes:
-        prompts: texts, chats (lists of messages) or lists of token ids.
+        prompts: as in `generate`.
         sampling: how tokens are chosen.
         n: samples per prompt.
-        truncate: whether to cut off the beginning of a prompt that is too long.
+        truncate: whether to cut off the beginning of a prompt that is too long; otherwise it is an error.
     """
 
     prompts: Sequence[Prompt]
@@ -60,8 +61,8 @@ class Answers(NamedTuple):
     """The result of `answer`.
 
     Attributes:
-        completions: a list for each `GenerationRequest`, with n consecutive completions per prompt.
-        ratings: a rating for each row.
+        completions: a list for each `GenerationRequest`, in order, with n consecutive completions per prompt.
+        ratings: a rating for each row, in order.
     """
 
     completions: list[list[Completion]]
@@ -79,21 +80,22 @@ def generate(
     truncate: bool = False,
     chat: bool | None = None,
 ) -> list[Completion]:
-    """Loads the model in every replica of `config.launch`, or once if it has a mesh, and completes the prompts.
+    """Loads the model in every replica of `config.launch`, once for a mesh or a single prompt, and completes prompts.
 
     Args:
         config: the model, the reasoning tags, the system prompt and the launch.
-        prompts: texts, chats (lists of messages) or lists of token ids.
-        sampling: greedy by default.
-        n: samples per prompt.
+        prompts: texts, chats (lists of messages, or {"messages", "tools", "images"}) or lists of token ids.
+        sampling: None is greedy, with at most 256 new tokens.
+        n: samples per prompt; at temperature 0 they are equal, and a note on stderr says so.
         adapter_dir: a run or its adapter, a folder or gs://bucket/run; None for the base model.
-        batch_size: the maximum number of rows in a batch of one replica.
-        truncate: whether to cut off the beginning of a prompt that is too long.
-        chat: whether to use the chat template. True: also for texts. False: never. None: for chats only; if the
-            adapter was trained on plain text, a chat of one user turn becomes its text.
+        batch_size: the maximum number of rows (prompts x n) in a batch of one replica; n if that is more.
+        truncate: whether to cut off the beginning of a prompt that is too long; otherwise it is an error.
+        chat: whether to use the chat template. True: also for texts, with the base model's if the adapter has none.
+            False: never. None: for chats only; if there is no template, as after training on plain text, as False.
+            Without a template, a chat of one user turn becomes its text, and other chats are errors.
 
     Returns:
-        n consecutive completions per prompt.
+        n consecutive completions per prompt, in the order of the prompts.
 
     Raises:
         ValueError: see `Generator.generate`; or the model or the adapter cannot be read, or they do not match.
@@ -114,7 +116,7 @@ def stream(
     truncate: bool = False,
     chat: bool | None = None,
 ) -> None:
-    """Prints the completion of one prompt while a replica generates it; see `generate` for arguments and errors."""
+    """Prints the completion of a prompt on stdout while one replica generates it; arguments, errors: see `generate`."""
     (prompt,) = as_asked([prompt], chat)
     config = _seeing(config, [prompt])
     arguments = {"prompt": prompt, "sampling": sampling or Sampling(), "truncate": truncate, "chat": chat}
@@ -124,6 +126,7 @@ def stream(
 def _stream_here(
     config: TrainConfig, adapter: Path | None, prompt: Prompt, sampling: Sampling, truncate: bool, chat: bool | None
 ) -> None:
+    """Loads the model in the replica and prints the completion of a prompt from `as_asked`."""
     model, tokenizer = load_here(config, adapter, runtime.current(), chat, [prompt])
     (prompt,) = _encoded(config, tokenizer, [prompt])
     generator = generator_for(model, tokenizer, config, [prompt], sampling.max_new_tokens, batch_size=1)
@@ -135,11 +138,11 @@ _CHAT_BLOCK = 4  # tokens printed at a time
 
 
 def as_asked(prompts: Sequence[Prompt], chat: bool | None) -> list[Prompt]:
-    """Converts prompts to chats or texts, by `chat` of `generate`, and loads the bytes of their pictures.
+    """Returns the prompts, texts as chats if `chat` is true, chats as texts if it is False, pictures as bytes.
 
     Raises:
-        ValueError: a prompt has no messages, chat=False but a chat has pictures or more than one user turn, or a
-            picture cannot be read.
+        ValueError: a mapping has no messages, a picture cannot be read, or `chat` is False and a chat has pictures,
+            tools or other messages than one user turn. The text has the number of the prompt, from 0.
     """
     made: list[Prompt] = []
     for number, prompt in enumerate(prompts):
@@ -160,7 +163,7 @@ def as_asked(prompts: Sequence[Prompt], chat: bool | None) -> list[Prompt]:
 
 
 def _with_bytes(prompt: Prompt, number: int, chat: bool | None) -> Any:
-    """Returns a chat that carries the bytes of its pictures."""
+    """Returns a chat that carries the bytes of its pictures; raises ValueError as `as_asked`, with `number`."""
     from tpu_kit.data.images.chats import carried
 
     if chat is False:
@@ -172,7 +175,7 @@ def _with_bytes(prompt: Prompt, number: int, chat: bool | None) -> Any:
 
 
 def _seeing(config: TrainConfig, prompts: Sequence[Prompt]) -> TrainConfig:
-    """Enables the model's image encoder in the configuration if a prompt has pictures."""
+    """Returns `config`, with `model.images` if a prompt has pictures; raises ValueError without a vision part."""
     if config.model.images or not any(map(has_pictures, prompts)):
         return config
     from tpu_kit.data.images.chats import seeing
@@ -181,7 +184,7 @@ def _seeing(config: TrainConfig, prompts: Sequence[Prompt]) -> TrainConfig:
 
 
 def _encoded(config: TrainConfig, tokenizer: Any, prompts: Sequence[Prompt]) -> list[Prompt]:
-    """If the model has an image encoder, replaces chats by token ids that carry their pictures.
+    """If `model.images` and a chat template are set, replaces chats by token ids that carry their pictures.
 
     Raises:
         ValueError: a prompt has pictures but there is no chat template; or see `data.images.chats.encode`.
@@ -203,10 +206,11 @@ def _encoded(config: TrainConfig, tokenizer: Any, prompts: Sequence[Prompt]) -> 
 def chat(
     config: TrainConfig, sampling: Sampling, *, adapter_dir: str | Path | None = None, template: bool | None = None
 ) -> None:
-    """Runs a chat in the terminal, on one replica, until /exit or the end of the input.
+    """Runs a chat in the terminal of stdin, on one replica, until /exit or the end of the input.
 
-    The arguments are as in `generate`; `template` is its `chat`. Without a chat template, the model continues each line
-    as text and does not see the earlier lines.
+    Arguments and errors are as in `generate`; `template` is its `chat`. Without a chat template, the model continues
+    each line as text and does not see the earlier lines. Conversation and next reply have at most 4,096 tokens, or the
+    model's positions; the beginning is cut off. If stdin is not a terminal, OSError is raised.
     """
     # The replica makes no progress while the user types.
     single = on_one_replica(replace(config, launch=replace(config.launch, hang_timeout=1e9)))
@@ -217,6 +221,7 @@ def chat(
 def _chat_here(
     config: TrainConfig, adapter: Path | None, sampling: Sampling, terminal: str, template: bool | None
 ) -> None:
+    """Loads the model in the replica and answers the lines typed in `terminal`, the path of a device."""
     rt = runtime.current()
     model, tokenizer = load_here(config, adapter, rt, template, [[{}]])
     plain = template is False or not tokenizer.chat_template
@@ -250,6 +255,7 @@ def _chat_here(
 
 
 def _print_reply(generator: Generator, prompt: Prompt, sampling: Sampling, truncate: bool) -> str:
+    """Prints a reply while it is generated, and returns its text."""
     text = ""
     for piece in generator.stream(prompt, sampling, truncate):
         print(piece, end="", flush=True)
@@ -267,9 +273,9 @@ def answer(
     batch_size: int = 8,
     chat: bool | None = None,
 ) -> Answers:
-    """Loads the model in every replica of `config.launch`, completes prompts and rates `rows` of token ids.
+    """Loads the model as `generate`, completes the prompts of `asks`, and rates `rows` of token ids (`Generator.rate`).
 
-    Other arguments and errors are as in `generate`.
+    `asks` or `rows` may be empty. Other arguments and errors are as in `generate`.
     """
     for ask in asks:
         if not ask.prompts:
@@ -308,7 +314,7 @@ def _answer_share(
     folder: Path,
     chat: bool | None,
 ) -> None:
-    """Computes this replica's share of the answers and writes it to the folder as JSON."""
+    """Writes this replica's share to folder/rank-RANK.json, and the count of finished answers to rank-RANK.answered."""
     rt = runtime.current()
     model, tokenizer = load_here(config, adapter, rt, chat, [prompt for ask in asks for prompt in ask.prompts])
     asks = [replace(ask, prompts=_encoded(config, tokenizer, ask.prompts)) for ask in asks]
@@ -333,7 +339,7 @@ def _answer_share(
 
 
 def on_one_replica(config: TrainConfig) -> TrainConfig:
-    """Sets the number of replicas to 1; a mesh is kept, because the model may not fit on one device."""
+    """Returns `config` with one replica; unchanged if it has a mesh, because the model may not fit on one device."""
     return config if config.launch.mesh else replace(config, launch=replace(config.launch, num_replicas=1))
 
 
@@ -344,13 +350,15 @@ def launch_with_adapter(
     adapter_dir: str | Path | None,
     **arguments: Any,
 ) -> Any:
-    """Launches `fn(config, adapter=..., **arguments)`, after copying an adapter from an object store.
+    """Launches `fn(config, adapter=FOLDER or None, **arguments)`; returns the result of the first replica.
 
-    `fn` runs once if `launch.mesh` is set, otherwise in every replica. `launch` shows the name of `public`.
+    `fn` runs once if `launch.mesh` is set, otherwise in every replica. Its `config` names the adapter's own base. An
+    adapter in an object store is first copied. `launch` shows the name of `public`.
 
     Raises:
-        ConfigError: the model's heads are not divisible by the mesh's model axis.
-        ValueError: the adapter was trained on other base weights.
+        ConfigError: the mesh cannot shard the model.
+        ValueError: there is no adapter, it was trained on other base weights, or as in `launch`.
+        LaunchError: a replica failed.
     """
     if (mesh := detection.detect(config.launch).mesh) is not None:
         shape = None
@@ -373,7 +381,7 @@ def generator_for(
     batch_size: int,
     room: int = 0,
 ) -> Generator:
-    """Makes a generator for prompts as long as the longest prompt plus `room` tokens."""
+    """Makes this replica's generator for the longest prompt plus `room` tokens, at most the model's positions."""
     codec = PromptCodec(tokenizer, base_model(model), config.data)
     longest = max((len(codec.encode(prompt)) for prompt in prompts), default=1) + room
     positions = max_positions(text_config(model)) or longest

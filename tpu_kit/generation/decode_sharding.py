@@ -61,5 +61,5 @@ def weights_in_place(model: torch.nn.Module, stacks: Iterable[str]) -> Iterator[
 
 
 def _ending(tensor: torch.Tensor, last: str | tuple[str, ...] | None) -> torch.Tensor:
-    """Shards activations (B, ..., features): rows over the axis "data", features over the axes `last`."""
+    """Returns activations (B, ..., features) with rows sharded over the axis "data", features over the axes `last`."""
     return constrain(tensor, ("data", *[None] * (tensor.ndim - 2), last))

@@ -96,7 +96,7 @@ def cache_slots(longest_prompt: int, max_new_tokens: int, block: int = BLOCK) ->
 
 
 def filled(rows: Sequence[Sequence[int]], width: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pads rows with zeros; returns token ids (count, width) int64 and row lengths (count,) int64."""
+    """Pads rows at the end with 0, and adds empty rows; returns ids (count, width) int64 and lengths (count,) int64."""
     ids, lengths = torch.zeros(count, width, dtype=torch.int64), torch.zeros(count, dtype=torch.int64)
     for place, row in enumerate(rows):
         ids[place, : len(row)] = torch.tensor(row, dtype=torch.int64)
@@ -105,7 +105,10 @@ def filled(rows: Sequence[Sequence[int]], width: int, count: int) -> tuple[torch
 
 
 class Choice(NamedTuple):
-    """Token ids (B,) int64 and their log-probabilities (B,) fp32; see `Sampling.tempered_logprobs`."""
+    """Token ids (B,) int64 and their log-probabilities (B,) fp32, in nats.
+
+    The log-probabilities are from the logits without rules and repetition penalty; see `Sampling.tempered_logprobs`.
+    """
 
     token: torch.Tensor
     logprob: torch.Tensor
@@ -177,7 +180,7 @@ class Plan(NamedTuple):
 
 @dataclass
 class State:
-    """The tensors on the device that are passed between blocks of decode steps; see `Decoder._step`."""
+    """The state of a batch between blocks of decode steps, on the device; see `Decoder._step`."""
 
     carried: list[torch.Tensor]
     constant: list[torch.Tensor]
@@ -189,11 +192,14 @@ class Decoder:
     """The prefill, decode and score programs of a model on its device; call its methods within `ready()`.
 
     Args:
-        model: a causal language model of transformers or PEFT, on the runtime's device.
+        model: a causal language model of transformers or PEFT, on the runtime's device; changed to call the kit's code.
         rt: the runtime of this replica.
         block: decode steps between two reads of the device.
-        slots: the length of the cache on XLA, in tokens.
-        stops: ids of tokens that end a row.
+        slots: the length of the cache on XLA, in tokens; see `cache_slots`.
+        stops: ids of tokens that end a row; ids outside of the vocabulary are ignored.
+
+    Raises:
+        ValueError: the kit cannot compute the model's layers.
     """
 
     def __init__(self, model: torch.nn.Module, rt: Runtime, block: int, slots: int, stops: Iterable[int] = ()) -> None:
@@ -218,7 +224,7 @@ class Decoder:
 
     @contextlib.contextmanager
     def ready(self) -> Iterator[None]:
-        """Context manager in which the model uses the cache, in evaluation mode and without gradients."""
+        """Context manager in which the model uses the cache, in evaluation mode and without gradients; then undone."""
         implementation, training = self._causal.config._attn_implementation, self._model.training
         families.set_attention(self._causal, kv_cache.CACHED)
         self._model.eval()
@@ -236,12 +242,14 @@ class Decoder:
     # ------------------------------------------------------------------------------------------------------- prefill
 
     def prefill(self, batch: Batch, samples: int, steps: int, rows: int | None = None) -> Cache:
-        """Fills a cache with the prompts, one row per sample, with room for `steps` more tokens.
+        """Returns a cache filled with the prompts, B * samples rows, with room for `steps` more tokens.
+
+        The `samples` rows of a prompt are adjacent. The next call may overwrite the cache.
 
         Args:
-            batch: the prompts.
+            batch: the B prompts.
             samples: samples per prompt.
-            steps: tokens that follow.
+            steps: tokens that follow; on XLA, P + steps must be at most the Decoder's `slots`.
             rows: prompts in one prefill, a divisor of B; None means all.
         """
         count, width = batch.ids.shape
@@ -277,7 +285,7 @@ class Decoder:
         return copies
 
     def copy_prompts(self, cache: Cache, index: torch.Tensor) -> Cache:
-        """Returns a new cache with the rows `index` (B,) of `cache`; it lives as long as the batch."""
+        """Returns a new cache with copies of the rows `index` of `cache`; `index` is (B,) int64 on the host."""
         (index,) = self._rt.put([index])
         copies = cache.of([_sharded(tensor.index_select(1, index)) for tensor in cache.tensors])
         self._rt.sync()
@@ -308,15 +316,15 @@ class Decoder:
         sampling: Sampling,
         rules: GenerationRules = NO_RULES,
     ) -> State:
-        """Sends the inputs of the decode steps to the device.
+        """Sends the inputs of the decode steps to the device; returns the state for `decode`.
 
         Args:
             batch: the prompts.
             samples: samples per prompt.
-            ended: for each row, whether it is padding.
+            ended: whether a row is padding, for B * samples rows.
             uniforms: (steps, rows) fp32, from `Sampling.uniforms`.
             sampling: the options; None in an option has no effect.
-            rules: from the model's generation config.
+            rules: from the model's generation config; ValueError as in `GenerationRules.tensors`.
         """
         width = batch.ids.shape[1]
         every = batch.lengths, batch.ends, batch.last
@@ -342,11 +350,11 @@ class Decoder:
         return occurred[:, :-1].repeat_interleave(samples, 0)
 
     def decode(self, state: State, cache: Cache, steps: int) -> torch.Tensor:
-        """Runs a block of decode steps.
+        """Runs a block of decode steps; changes `state` and `cache`.
 
         Returns:
-            (2, steps, B) fp32 on the host: token ids, -1 after the end of a row, and their log-probabilities in nats.
-            On XLA there are always `block` steps. On the CPU there are fewer if all rows end.
+            (2, steps, rows) fp32 on the host: token ids, and log-probabilities in nats; -1 and 0 after the token that
+            ends a row. On XLA there are always `block` steps. On the CPU there are fewer if all rows end.
         """
         if self._rt.has_programs:
             return self._decode_program(state, cache)
@@ -360,6 +368,7 @@ class Decoder:
         return torch.stack(reports, 1).cpu()
 
     def _decode_program(self, state: State, cache: Cache) -> torch.Tensor:
+        """Does the work of `decode` with a program of `block` steps."""
         plan, count = state.plan, len(state.carried)
         # The stacks are passed in reverse, so that XLA writes each stack over itself. torch_xla numbers a program's
         # inputs from the last argument and its results by the age of their tensors. XLA writes a result over the first
@@ -386,7 +395,7 @@ class Decoder:
     def _step(
         self, plan: Plan, carried: Sequence[torch.Tensor], constant: Sequence[torch.Tensor], cache: Cache
     ) -> list[torch.Tensor]:
-        """Generates one token for every row; returns the new carried tensors, and (2, B) fp32 for the host.
+        """Generates one token for every row; returns the new carried tensors, then (2, B) fp32 as in `decode`.
 
         Args:
             plan: of the batch.
@@ -426,7 +435,7 @@ class Decoder:
 
         Returns:
             (2, B, W - 1) fp32 on the host: the log-probabilities of tokens 1 to W - 1, in nats, and 1 if the token has
-            the largest logit, else 0.
+            the largest logit, else 0. Values at padding are meaningless.
 
         Raises:
             ValueError: the output head is not a plain linear layer.
@@ -475,7 +484,7 @@ class Decoder:
         device_type: str | None = None,
         images: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> Any:
-        """Runs the model or its decoder with the cache."""
+        """Runs the model or its decoder on ids (B, S) at positions (B, S); fills the cache, returns its output."""
         named = {_cache_name(module.__class__): cache}
         given, seen, additions = families.decoder_inputs(self._causal, {"input_ids": ids, **images})
         inputs = LayerInputs(Visibility(**seen), cache, device_type or self._rt.device_type, additions)
@@ -483,7 +492,10 @@ class Decoder:
             return module(**{"position_ids": positions, **given}, use_cache=True, **named)
 
     def prompt_cache(self, rows: int, slots: int = 0) -> Cache:
-        """Returns a cache for prompts, of the fixed length on XLA and of `slots` elsewhere; reused if it fits."""
+        """Returns the cache of the last call, as it is, if it has these rows and slots; else a new cache of zeros.
+
+        On XLA, `slots` is always the Decoder's. On a mesh, a line about a new cache is printed.
+        """
         slots = self._slots if self._rt.has_programs else slots
         if self._prompt_cache is not None and self._prompt_cache.rows_and_slots == (rows, slots):
             return self._prompt_cache
@@ -516,7 +528,7 @@ class Decoder:
     def _program(
         self, key: Any, fn: Any, example: Sequence[torch.Tensor], steps: int | None = None, carried: int = 0
     ) -> Any:
-        """Returns `fn` as a program that is built once per key; without XLA, returns `fn` itself."""
+        """Returns `fn` as a program built once per key; without XLA, `fn` itself. `steps`, `carried`: see `Traced`."""
         if not self._rt.has_programs:
             return fn
         name = str(key[0])
@@ -535,4 +547,5 @@ def _cache_name(kind: Any) -> str:
 
 
 def _sharded(stack: torch.Tensor) -> torch.Tensor:
+    """Returns a stack of a cache, sharded by `stack_spec` on a mesh."""
     return constrain(stack, stack_spec(stack.shape))

@@ -78,14 +78,14 @@ class GenerationRules:
         return self.ngram > 0 or any(len(ids) > 1 for ids, _ in self.biases)
 
     def tensors(self, vocabulary: int, ends: torch.Tensor) -> list[torch.Tensor]:
-        """Returns the inputs of `apply` on the host.
+        """Returns the tensors of the rules for `apply`, on the host.
 
         Args:
             vocabulary: the model's vocabulary size V.
             ends: (V,) int64, 1 for tokens that end a reply.
 
         Raises:
-            ValueError: a token is not in the vocabulary.
+            ValueError: a token of `biases` is not in the vocabulary; such tokens of `first` are ignored.
         """
         if bad := [token for ids, _ in self.biases for token in ids if token >= vocabulary]:
             raise ValueError(f"the model's generation_config.json names token {bad[0]} of {vocabulary}; correct it")
@@ -118,7 +118,7 @@ class GenerationRules:
         Args:
             logits: (B, V) fp32.
             step: (1,) int64, the number of reply tokens so far.
-            position: (B,) int64, index of the last token in its row.
+            position: (B,) int64, index of the last token in its row of prompt and reply, without padding.
             said: (B, T) int64, the tokens of prompt and reply up to `position`; None unless `reads_tokens`.
             tensors: the result of `tensors`, on the device.
         """
@@ -137,6 +137,7 @@ NO_RULES = GenerationRules()
 
 
 def _ids(value: Any) -> list[int]:
+    """Returns a setting that is None, a token id or several ids as a list."""
     return [] if value is None else [value] if isinstance(value, int) else list(value)
 
 
@@ -149,7 +150,7 @@ def _last(said: torch.Tensor, position: torch.Tensor, count: int) -> torch.Tenso
 def _completed(
     said: torch.Tensor, position: torch.Tensor, ids: torch.Tensor, bias: torch.Tensor, logits: torch.Tensor
 ) -> torch.Tensor:
-    """Returns (B, V), the biases of tokens that would complete a sequence of `ids` (S, L)."""
+    """Returns (B, V), the sums of `bias` (S,) for tokens that would complete a sequence of `ids` (S, L)."""
     begun = ids.shape[1] - 1
     matches = (_last(said, position, begun)[:, None] == ids[:, :-1]).all(-1) & (position[:, None] + 1 >= begun)
     added = torch.where(matches, bias, 0.0)
@@ -157,7 +158,7 @@ def _completed(
 
 
 def _without_repeats(logits: torch.Tensor, position: torch.Tensor, said: torch.Tensor, size: int) -> torch.Tensor:
-    """Sets to -inf the logits of tokens that would repeat a sequence of `size` tokens."""
+    """Returns the logits (B, V), -inf for tokens that would repeat a sequence of `size` tokens in the row."""
     windows = said.shape[1] - size + 1
     ends = torch.arange(size - 1, said.shape[1], device=said.device)
     matches = (ends <= position[:, None]) & (position[:, None] + 1 >= size)
@@ -179,12 +180,12 @@ class ModelDefaults:
     """The decoding settings of a model's generation config.
 
     Attributes:
-        options: options of `Sampling`, by name.
+        options: values for repetition_penalty, top_k, top_p and min_p of `Sampling`, by name, as far as set.
         stop: texts that end a reply.
         rules: other settings that the kit applies.
-        applied: all settings that the kit applies, by name.
-        not_applied: unsupported settings that change greedy decoding in transformers.
-        not_sampled: unsupported settings that change only sampling in transformers.
+        applied: settings of `options` and `rules` that are not neutral, with their values by name.
+        not_applied: unsupported settings that change greedy decoding in transformers, likewise.
+        not_sampled: unsupported settings that change only sampling in transformers, likewise.
     """
 
     options: Mapping[str, Any]
@@ -212,7 +213,10 @@ class ModelDefaults:
                    *different)  # fmt: skip
 
     def fill(self, sampling: Sampling) -> Sampling:
-        """Fills options that are None with the model's values, or with neutral values if the model sets none."""
+        """Returns options with the model's values for None and with its stop texts added.
+
+        If the model sets no value, or `sampling.model_defaults` is false, None becomes a neutral value.
+        """
         options = self.options if sampling.model_defaults else {}
         found: dict[str, Any] = {
             name: options.get(name, value) for name, value in _OPTIONS.items() if getattr(sampling, name) is None
@@ -243,6 +247,7 @@ _RULES = (
 
 
 def _shown(settings: Mapping[str, Any]) -> str:
+    """Returns settings as "name=value, ...", with the length of lists and dictionaries of more than 3 entries."""
     texts = []
     for name, value in settings.items():
         many = isinstance(value, list | dict) and len(value) > 3

@@ -33,7 +33,7 @@ _RATED_TOKENS = 4096  # limit of the tokens in a batch of `Generator.rate`
 
 
 class Rating(NamedTuple):
-    """The likelihood of the tokens of a row, from the second token on.
+    """The likelihood of the tokens of a row, from the second token on, so both lists are a token shorter than the row.
 
     Attributes:
         logprobs: log-probabilities given the earlier tokens, in nats.
@@ -57,16 +57,17 @@ class Generator:
         data: the reasoning tags, the system prompt, and the date for the chat template.
         max_prompt: limit of a prompt, in tokens.
         max_new_tokens: limit of `Sampling.max_new_tokens`; with max_prompt it sets the length of the cache on XLA.
-        batch_size: rows in a batch, samples included; a single prompt is a batch of its own.
+        batch_size: rows in a batch, samples included, but at least all n samples of a prompt.
         block: tokens of a row between two reads of the device.
-        prefill_rows: prompts in one prefill on XLA; None means the whole batch. See `Decoder.prefill`.
+        prefill_rows: prompts in one prefill on XLA; None, or no divisor of a batch's prompts: the whole batch.
 
     Attributes:
         codec: encodes prompts and decodes replies.
         defaults: settings of the model's generation config, applied if `Sampling.model_defaults` is true.
 
     Raises:
-        ValueError: a size is below 1, or the tokenizer has more ids than the model has embeddings.
+        ValueError: a size is below 1, the tokenizer has more ids than the model has embeddings, or the kit cannot use
+            the model's layers or its generation config.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class Generator:
         n: int = 1,
         truncate: bool = False,
     ) -> list[Completion]:
-        """Completes every prompt.
+        """Completes every prompt in this replica.
 
         Args:
             prompts: texts, chats (lists of messages) or lists of token ids, which may carry pictures.
@@ -114,10 +115,11 @@ class Generator:
             truncate: whether to cut off the beginning of a prompt that is too long.
 
         Returns:
-            n consecutive completions per prompt.
+            n consecutive completions per prompt, in the order of the prompts.
 
         Raises:
-            ValueError: there are no prompts, a prompt is empty or too long, or a chat needs a missing template.
+            ValueError: there are no prompts, n is below 1, `sampling.max_new_tokens` exceeds the Generator's, a prompt
+                is empty or too long, or a chat has pictures or needs a missing template.
         """
         completions = self.share(prompts, sampling or Sampling(self._limits[1]), n, truncate, replica=(0, 1))
         return [completions[row, sample] for row in range(len(prompts)) for sample in range(n)]
@@ -141,10 +143,12 @@ class Generator:
             truncate: as in `generate`.
             progress: called after each block with the number of completions that this replica has finished.
             replica: (rank, number of replicas); the runtime's by default.
-            stop: called before each batch and after each block; if it returns True, the rest is abandoned.
+            stop: called before each batch and after each block; if it returns True, on XLA:CPU in any replica, the
+                current batch and the rest are abandoned.
 
         Returns:
-            Completions by (number of the prompt, number of the sample); abandoned completions are missing.
+            Completions by (number of the prompt, number of the sample); abandoned completions are missing. Errors are
+            as in `generate`.
         """
         if n < 1:
             raise ValueError(f"n={n}: must be 1 or more samples")
@@ -177,7 +181,8 @@ class Generator:
     def stream(self, prompt: Prompt, sampling: Sampling | None = None, truncate: bool = False) -> Iterator[str]:
         """Completes one prompt and yields its text in pieces, at most one per block.
 
-        To print them: `for piece in generator.stream(...): print(piece, end="", flush=True)`.
+        To print them: `for piece in generator.stream(...): print(piece, end="", flush=True)`. The errors of `generate`
+        are raised at the first piece.
         """
         sampling = self._filled(sampling or Sampling(self._limits[1]))
         (ids,) = self._encode([prompt], sampling, truncate)
@@ -228,7 +233,7 @@ class Generator:
     # -------------------------------------------------------------------------------------------------------- batches
 
     def _filled(self, sampling: Sampling) -> Sampling:
-        """Fills in options from the model's generation config and prints a line about it once."""
+        """Returns `sampling` with the options of the generation config; rank 0 tells on stderr, once per text."""
         line = self.defaults.describe(sampling)
         if line and self._rt.rank == 0 and line not in self._told:
             self._told.add(line)
@@ -236,6 +241,7 @@ class Generator:
         return self.defaults.fill(sampling)
 
     def _encode(self, prompts: Sequence[Prompt], sampling: Sampling, truncate: bool) -> list[list[int]]:
+        """Returns the token ids of the prompts, with the beginning cut off if `truncate`; raises as `generate`."""
         if not prompts:
             raise ValueError("there are no prompts; give one or more")
         most, room = self._limits
@@ -272,6 +278,7 @@ class Generator:
         return world > 1 and self._rt.device_type == "xla-cpu"
 
     def _width(self, longest: int) -> int:
+        """Returns the width of a batch for rows of `longest` tokens: on XLA the next fixed width, else `longest`."""
         return fitting(longest, self._widths) if self._rt.has_programs else max(1, longest)
 
     def _batch(
@@ -285,7 +292,10 @@ class Generator:
         world: int = 1,
         images: PromptImages | None = None,
     ) -> Iterator[list[Row]]:
-        """Generates one batch; yields its rows (prompts x samples) after each block."""
+        """Generates one batch; after each block yields its rows, n adjacent rows per prompt, the same growing objects.
+
+        `numbers` are the prompts' numbers for the random draws, and `size` is the number of prompts to pad to on XLA.
+        """
         size = size if self._rt.has_programs else len(prompts)
         ids, lengths = filled([prompt[:-1] for prompt in prompts], width, size)
         last = torch.tensor([prompt[-1] for prompt in prompts] + [0] * (size - len(prompts)))

@@ -36,7 +36,7 @@ class Step(NamedTuple):
     Attributes:
         lengths: (B,) int64, n: the number of keys of each prompt.
         width: (1,) int64, P: the width of the prompts.
-        step: (1,) int64, t: the number of the step.
+        step: (1,) int64, t: the number of the step, from 0.
     """
 
     lengths: torch.Tensor
@@ -56,7 +56,7 @@ class Prompts(NamedTuple):
 
 
 class Buffer(NamedTuple):
-    """The shape (turns, B, heads, slots, width) of a stack in `Cache.stacks`; slots None: a slot for each token."""
+    """The shape (turns, B, heads, slots, width) of a stack, (G, ...) in `Cache.stacks`; slots None: one per token."""
 
     turns: int
     heads: int
@@ -92,7 +92,7 @@ class Cache(LayerCache):
 
     @property
     def tensors(self) -> Tensors:
-        """All stacks."""
+        """The stacks as a list, in the order of `stacks`."""
         return list(self.stacks.values())
 
     @property
@@ -110,12 +110,16 @@ class Cache(LayerCache):
         return slice_at(stack, place)
 
     def _read(self, layer: int, name: str) -> torch.Tensor:
+        """Returns the buffer (B, heads, slots, size) of the current layer."""
         stack = self.stacks[layer, name]
         return slice_at(stack, torch.zeros((), dtype=torch.int64, device=stack.device) if self._place is None
                         else self._place)  # fmt: skip
 
     def update(self, key: torch.Tensor, value: torch.Tensor, layer: int, *_: Any, **__: Any) -> Any:
-        """Stores keys and values; returns the keys and values to attend to. Called by the layers of transformers."""
+        """Stores keys and values (B, heads, n, D); called by the layers of transformers.
+
+        Returns the keys and values to attend to: the given tensors in a prefill, the whole buffers in a decode step.
+        """
         count = heads_beside(key, value) if self._count > 1 else 1
         new = {"keys": side_by_side(key, count), "values": side_by_side(value, count)}
         if not self.stacks:
@@ -146,7 +150,7 @@ class Cache(LayerCache):
         return new
 
     def get_recurrent_state(self, layer: int, state_idx: int = 0) -> torch.Tensor | None:
-        """Returns the state of a layer, (B, heads, K, V) fp32; None in a prefill."""
+        """Returns a copy of a layer's state, (B, heads, K, V) fp32, which `store_states` writes; None in a prefill."""
         if self.step is None:
             return None
         self._states[layer] = self._read(layer, "state").clone()
@@ -159,7 +163,7 @@ class Cache(LayerCache):
         self._states[layer_idx] = state
 
     def store_states(self) -> None:
-        """Writes the states of the layers to the stacks, after the layers have run."""
+        """Writes the states of the layers to the stacks, after the layers have run; without stacks, records shapes."""
         for layer, state in self._states.items():
             if self.stacks:
                 self._write(layer, "state", state)
@@ -169,7 +173,7 @@ class Cache(LayerCache):
         self._states.clear()
 
     def mask(self, window: int | None) -> torch.Tensor:
-        """Returns the boolean mask (B, 1, 1, slots) of a decode step's new token, cached by window."""
+        """Returns the boolean mask (B, 1, 1, slots) of a decode step, true for seen keys; `window` None: no window."""
         if window not in self._masks:
             assert self.step is not None, "a prefill is causal"
             lengths, width, step = self.step.lengths[:, None], self.step.width, self.step.step
@@ -182,7 +186,7 @@ class Cache(LayerCache):
         return self._masks[window]
 
     def begin(self) -> Tensors:
-        """Returns the initial carry of a loop over layers: the step or the lengths, and all stacks."""
+        """Returns the initial carry of a loop over layers: step or lengths, then all stacks; empty without stacks."""
         return [*(self._where or ()), *self.tensors] if self.stacks else []
 
     def of_layer(self, carried: Tensors, place: torch.Tensor | None, count: int) -> Cache:
@@ -208,7 +212,7 @@ class Cache(LayerCache):
         self.stacks.update(zip(self.stacks, carried[len(carried) - len(self.stacks) :], strict=True))
 
     def of(self, tensors: Sequence[torch.Tensor], where: Step | Prompts | None = None) -> Cache:
-        """Returns a cache with other stacks; `tensors` as for `update_all`."""
+        """Returns a cache with the same names of stacks and other tensors, which are the last of `tensors`."""
         other = Cache(dict(self.stacks), where)
         other.time_limits = self.time_limits
         other.update_all(tensors)
@@ -222,7 +226,8 @@ def heads_beside(key: torch.Tensor, value: torch.Tensor) -> int:
     """Returns how many heads the cache of a loop stores side by side, so that they fill the lanes of a TPU.
 
     For narrower stacks the compiler would make slots or rows the minor dimension, and each layer would copy its part.
-    Unrolled layers need no such copy. On a mesh the result is 1, because the mesh shards the heads.
+    The result divides the number of heads. It is 1 on a mesh, which shards the heads, off XLA, and if keys and values
+    differ in width.
     """
     if key.device.type not in ("xla", "tpu") or active_mesh().size > 1 or key.shape[3] != value.shape[3]:
         return 1
@@ -231,7 +236,7 @@ def heads_beside(key: torch.Tensor, value: torch.Tensor) -> int:
 
 
 def side_by_side(tensor: torch.Tensor, count: int) -> torch.Tensor:
-    """Puts groups of `count` heads side by side: (B, heads, n, D) -> (B, heads / count, n, count * D)."""
+    """Puts `count` adjacent heads side by side: (B, heads, n, D) -> (B, heads / count, n, count * D)."""
     return torch.cat([tensor[:, first::count] for first in range(count)], -1) if count > 1 else tensor
 
 
@@ -259,8 +264,8 @@ def cached_attention(
     Args:
         module: the attention layer.
         query: (B, heads, Q, D).
-        key: (B, key-value heads, K, D).
-        value: (B, key-value heads, K, D).
+        key: (B, key-value heads, K, D); in a decode step the result of `Cache.update`, with a slot per key.
+        value: (B, key-value heads, K, D), like `key`.
         attention_mask: must be None; transformers makes no mask for this function.
         scaling: factor on the scores, default 1 / sqrt(D).
         sliding_window: number of keys that a query sees, its own included.
@@ -300,7 +305,7 @@ def _attend_one(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, scaling: float | None,
     softcap: float | None, s_aux: torch.Tensor | None, plain: bool,
 ) -> torch.Tensor:  # fmt: skip
-    """Computes attention of a decode step over the cache; `plain`: not on XLA.
+    """Computes attention of a decode step, from query (B, heads, 1, D) and buffers of the cache; `plain`: not on XLA.
 
     Returns:
         (B, m, query heads per cache head, D) for the m heads of the cache, which may be groups of heads side by side.

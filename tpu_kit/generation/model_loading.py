@@ -30,10 +30,11 @@ _FP32_UP_TO = 1_000_000_000  # parameters (4 GB in fp32); CPUs compute fp32 fast
 def load_here(
     config: TrainConfig, adapter: Path | None, rt: Runtime, chat: bool | None = None, prompts: Sequence[Prompt] = ()
 ) -> tuple[torch.nn.Module, Any]:
-    """Loads the model on the replica's device, and its tokenizer.
+    """Loads the model and its tokenizer; returns (model on the replica's device, tokenizer).
 
-    An adapter that was trained on plain text has no chat template. If `chat` is true, the base model's template is used
-    instead. If `chat` is None and a prompt is a chat, rank 0 prints that prompts are asked as plain text.
+    An adapter that was trained on plain text has no chat template. If `chat` is true, the base model's template (or
+    ChatML if it has none) is used instead. Otherwise, if `prompts` have a chat, rank 0 tells on stderr that prompts are
+    asked as plain text. Raises ValueError as `load_for_generation` and `check_generation`.
     """
     model, tokenizer = runtime.load_once(rt, lambda: _read(config, adapter, rt))
     if chat and not tokenizer.chat_template:
@@ -47,6 +48,7 @@ def load_here(
 
 
 def _read(config: TrainConfig, adapter: Path | None, rt: Runtime) -> tuple[torch.nn.Module, Any]:
+    """Checks and reads the model, on a CUDA device or the CPU, prepared for the kind of device; and its tokenizer."""
     if settings := read_config(config.model):  # before the weights are read
         check_generation(settings, config.model.trust_remote_code, config.model.images)
     device = "cuda" if rt.device_type == "cuda" else "cpu"
@@ -73,8 +75,8 @@ def load_for_generation(
     Args:
         config: the base model. Its weights are rounded to `base_dtype`, int8 and int4 included, as in training. On the
             CPU, models of up to 1e9 parameters then compute in fp32, which is faster there.
-        adapter_dir: the result of a run: a PEFT adapter, or a whole model (lora.r = 0), which replaces the base. None
-            for the base model. If it contains a head of the run's objective, the head corrects the hidden states.
+        adapter_dir: the result of a run: a PEFT adapter, or a whole model (lora.r = 0), which replaces the base, on the
+            CPU without rounding. None for the base model. A head of the run's objective in it corrects hidden states.
         device: the CPU or a CUDA device.
         objective: the run's `optim.objective` if it is user-defined; for other objectives the folder names it.
 
@@ -100,7 +102,7 @@ def load_for_generation(
 
 
 def arrange_for_few_rows(model: torch.nn.Module) -> torch.nn.Module:
-    """Transposes weights in the CPU's memory for faster decode steps; their values do not change.
+    """Transposes fp32 weights in the CPU's memory for faster decode steps, with equal values; returns the same model.
 
     If the weights of an input are adjacent, a layer with more outputs than inputs takes two thirds of the time for one
     or two rows. For more rows the time does not change (MKL, fp32, AMD EPYC). The output head is left as it is, because

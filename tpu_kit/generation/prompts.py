@@ -21,7 +21,7 @@ def is_chat(prompt: Prompt) -> bool:
 
 
 def has_pictures(prompt: Prompt) -> bool:
-    """Whether a prompt is a chat with pictures."""
+    """Whether a prompt is a chat that has pictures or marks places for them."""
     if not is_chat(prompt):
         return False
     whole: Any = prompt if isinstance(prompt, Mapping) else {"messages": prompt}
@@ -29,7 +29,7 @@ def has_pictures(prompt: Prompt) -> bool:
 
 
 def image_parts(messages: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Returns the content parts of messages that contain pictures or mark their places."""
+    """Returns the content parts of messages whose type contains "image": pictures, or marks of their places."""
     contents = [message.get("content") for message in messages]
     parts = [part for content in contents if isinstance(content, list) for part in content]
     return [part for part in parts if isinstance(part, Mapping) and "image" in str(part.get("type"))]
@@ -40,8 +40,8 @@ class Completion:
     """A finished reply.
 
     Attributes:
-        text: the reply without special tokens and without the stop string.
-        reasoning: the text between the reasoning tags; None if there is none.
+        text: the reply with its reasoning, without special tokens other than tags, up to the stop string.
+        reasoning: the text between the reasoning tags; None if there is none. See `split_reasoning`.
         answer: the text after the reasoning; empty if the reply ended within the reasoning.
         tokens: token ids, including the tokens that ended the reply.
         finish_reason: "stop" (an end-of-turn token or a stop string) or "length".
@@ -81,7 +81,7 @@ class PromptCodec:
     Attributes:
         tokenizer: the model's tokenizer.
         data: the reasoning tags, the system prompt, and the date for the chat template.
-        stops: ids that end a reply, see `stop_ids`.
+        stops: ids that end a reply, from `stop_ids` with the model `causal`.
     """
 
     def __init__(self, tokenizer: Any, causal: Any, data: DataConfig) -> None:
@@ -95,7 +95,10 @@ class PromptCodec:
         self._dropped = special | self.stops
 
     def extend(self, row: Row, tokens: Iterable[int], logprobs: Iterable[float], sampling: Sampling) -> None:
-        """Adds the tokens of a block to a reply, up to the token that ends it or completes a stop string."""
+        """Adds tokens to a reply up to its end: an end token, the completion of a stop string, or `max_new_tokens`.
+
+        Sets `row.ended` in the first two cases; a row that has ended does not change.
+        """
         if row.ended:
             return
         before = len(row.tokens)
@@ -113,13 +116,14 @@ class PromptCodec:
         row.ended = True
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Returns the token ids of a prompt.
+        """Returns the token ids of a prompt; token ids are returned as they are.
 
-        The tokenizer's chat template renders chats. If the last message is the assistant's, the model continues it.
-        Without a template, a chat of one user turn becomes its text.
+        The tokenizer's chat template renders chats, with the system prompt of `data` if they have none. If the last
+        message is the assistant's, the model continues it. Without a template, a chat of one user turn is its text.
 
         Raises:
-            ValueError: the prompt is empty, the template refuses the chat, or a longer chat has no template.
+            ValueError: the prompt is empty, a message has pictures, the template refuses the chat, or a longer chat has
+                no template.
         """
         if isinstance(prompt, str):
             special = self._encoder.special if self.data.special_text == "split" else None
@@ -139,6 +143,7 @@ class PromptCodec:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _chat(self, chat: Sequence[Mapping[str, Any]], tools: list[Any] | None = None) -> list[int]:
+        """Returns the token ids of a chat; see `encode`."""
         if has_pictures(chat):
             raise ValueError("it has pictures: call `generate`, or give the Generator token ids that carry them")
         messages = [dict(message) for message in chat]
@@ -154,7 +159,7 @@ class PromptCodec:
         return PromptEncoder(self.tokenizer, self.data)
 
     def opens_reasoning(self, ids: Sequence[int]) -> bool:
-        """Whether a prompt ends with the opening reasoning tag."""
+        """Whether the token ids of a prompt end with the opening reasoning tag; white space after it is ignored."""
         tail = self.tokenizer.decode(list(ids[-16:]), clean_up_tokenization_spaces=False)
         return bool(tail.rstrip().endswith(self.data.think_open))
 
@@ -164,6 +169,7 @@ class PromptCodec:
         return text[: self._stop_in(text, sampling, row.opened)]
 
     def _decode(self, tokens: Iterable[int]) -> str:
+        """Decodes tokens without special tokens and end tokens."""
         ids = [token for token in tokens if token not in self._dropped]
         return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
@@ -198,7 +204,7 @@ class PromptCodec:
 
 
 def text_of(messages: Sequence[Mapping[str, Any]], tools: Any = None) -> str:
-    """Returns the text of a chat of one user turn; raises ValueError for other chats, which need a template."""
+    """Returns the text of a chat of one user turn; raises ValueError for chats that need a template, also by `tools`."""
     content = messages[0].get("content") if len(messages) == 1 else None
     if tools or not isinstance(content, str) or messages[0].get("role") != "user":
         raise ValueError(
@@ -224,7 +230,10 @@ def plain_template(tokenizer: Any) -> str:
 
 
 def split_reasoning(text: str, data: DataConfig, opened: bool = False) -> tuple[str | None, str]:
-    """Splits a reply into (reasoning, answer); the reasoning is None if the reply has none.
+    """Splits a reply into (reasoning, answer), without white space around them.
+
+    The last closing tag counts. The reasoning is None if the reply has no tag and the prompt did not open one; the
+    answer is "" if the reasoning is not closed.
 
     Args:
         text: the reply.
@@ -243,12 +252,13 @@ def split_reasoning(text: str, data: DataConfig, opened: bool = False) -> tuple[
 def opened(prompt: str, data: DataConfig, asked: Any = None) -> str:
     """Returns the beginning of the answer that the prompt already contains, or "".
 
-    It is the assistant's last message if the prompt ends with one, else the opening reasoning tag if it ends with that.
+    It is the assistant's last message if the prompt ends with one, else the opening reasoning tag and a line break, if
+    the prompt ends with that tag.
 
     Args:
         prompt: the rendered prompt.
         data: the reasoning tags.
-        asked: the prompt as messages or text.
+        asked: the prompt as messages; a text or None has no assistant's message.
     """
     words = str(asked[-1].get("content") or "") if isinstance(asked, list) and asked[-1]["role"] == "assistant" else ""
     if words and prompt.endswith(words.rstrip()):
@@ -257,7 +267,7 @@ def opened(prompt: str, data: DataConfig, asked: Any = None) -> str:
 
 
 def stop_ids(causal: Any, tokenizer: Any, data: DataConfig) -> set[int]:
-    """Returns the ids of tokens that end a reply.
+    """Returns the ids of tokens that end a reply, for the transformers model `causal`.
 
     They include the end-of-turn token of the chat template. Many base models come with an instruct model's template
     whose end-of-turn token is neither in the generation config nor the tokenizer's eos_token. A tokenizer without a
@@ -278,7 +288,7 @@ def stop_ids(causal: Any, tokenizer: Any, data: DataConfig) -> set[int]:
 def texts_of(tokenizer: Any, tokens: Sequence[int]) -> list[str]:
     """Returns the text of each token, decoded after the four before it, as a tokenizer may strip a leading space.
 
-    A character of several tokens belongs to its last token.
+    A character of several tokens belongs to its last token; the others have "".
     """
     texts = []
     for end in range(1, len(tokens) + 1):

@@ -98,7 +98,10 @@ def check_training(config: TrainConfig, device_type: str, model: PreTrainedConfi
 
 
 def check_generation(model: PreTrainedConfig, trust_remote_code: bool = False, images: bool = False) -> None:
-    """Checks that a model generates the same tokens with the kit's key/value cache as transformers without a cache.
+    """Checks that a model generates with the kit's key/value cache as transformers does without a cache.
+
+    A narrow copy with random weights replies greedily; the log-probabilities of its tokens are compared. The result is
+    cached by the configuration.
 
     Args:
         model: the model's configuration.
@@ -121,6 +124,7 @@ def check_generation(model: PreTrainedConfig, trust_remote_code: bool = False, i
 
 
 def _training_problem(config: TrainConfig, model: PreTrainedConfig, device_type: str) -> str:
+    """Returns how training a copy differs from transformers, or why it fails; "" if it matches. Cached."""
     kernel = attention.choose(config.model.attention, device_type)
     way = (kernel, config.launch.mesh, config.optim.remat, config.optim.scan_layers, config.lora, config.data.packing)
 
@@ -144,7 +148,7 @@ def _training_problem(config: TrainConfig, model: PreTrainedConfig, device_type:
 
 @dataclass(frozen=True)
 class _Comparison:
-    """A comparison with transformers; comparisons with equal keys have equal results."""
+    """A comparison with transformers; `compute` returns the problem or "", and equal keys have equal results."""
 
     key: str
     compute: Callable[[], str] = field(compare=False)
@@ -152,7 +156,7 @@ class _Comparison:
 
 @functools.cache  # it takes up to a minute
 def _problem(comparison: _Comparison) -> str:
-    """Returns the problem that a comparison finds, or ""; an exception is a problem, too."""
+    """Returns the problem that a comparison finds, or ""; an exception is a problem, too. Computes a key once."""
     try:
         return comparison.compute()
     except Exception as error:  # a model's code may raise anything
@@ -160,6 +164,7 @@ def _problem(comparison: _Comparison) -> str:
 
 
 def _text(error: Exception) -> str:
+    """Returns the text of an error, with its class unless it is a ValueError from outside of transformers' models."""
     said = brief(error).rstrip(".").replace("`target_modules`", "lora.targets")  # PEFT's name
     own = isinstance(error, ValueError) and "modeling_" not in extract_tb(error.__traceback__)[-1].filename
     return said if own else f"{type(error).__name__}: {said}"
@@ -177,9 +182,10 @@ def _has_head(config: PreTrainedConfig) -> bool:
 
 
 def narrow_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Builds the narrow copy of a language model, in fp32 on the CPU, without changing the global random state.
+    """Builds the narrow copy of a language model with random weights, without changing the global random state.
 
-    It has no output head if transformers has no class for the text model alone.
+    It is in fp32 on the CPU, in evaluation mode, with eager attention and a vocabulary of 128. It has no output head if
+    transformers has no class for the text model alone.
 
     Raises:
         ValueError: no copy of the model can be built.
@@ -210,6 +216,7 @@ def narrow_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> P
 
 
 def _sizes(config: PreTrainedConfig) -> dict[str, Any]:
+    """Returns a configuration as a dictionary without names, versions, dtype and quantization."""
     return {name: value for name, value in config.to_dict().items() if name not in _NO_SIZES}
 
 
@@ -222,7 +229,7 @@ def _size(config: PreTrainedConfig, name: str) -> Any:
 
 
 def _divisors(config: PreTrainedConfig) -> list[int]:
-    """Returns divisors for the sizes, best first: the largest that leaves two heads, or four in two groups."""
+    """Returns divisors for the sizes, best first: the largest that leaves two heads, or four with grouped keys."""
     names = ("hidden_size", "num_attention_heads", "num_key_value_heads")
     hidden, heads, pairs = (n if isinstance(n := _size(config, name), int) else 0 for name in names)
     common, least = math.gcd(hidden, heads), min(heads, 4 if 1 < pairs < heads else 2)
@@ -232,6 +239,8 @@ def _divisors(config: PreTrainedConfig) -> list[int]:
 
 
 def _narrowed(config: PreTrainedConfig, divisor: int) -> dict[str, Any]:
+    """Returns `_sizes` with sizes and numbers of heads divided, and the vocabulary, windows and experts limited."""
+
     def narrow(name: str, value: Any) -> Any:
         if isinstance(value, list):
             return [narrow(name, each) for each in value]
@@ -250,7 +259,7 @@ def _narrowed(config: PreTrainedConfig, divisor: int) -> dict[str, Any]:
 
 
 def _randomize(model: Any) -> Any:
-    """Sets random parameters, large enough for sharp attention, because neutral values could hide a difference."""
+    """Sets random parameters, large enough for sharp attention to show differences; returns the same model."""
     generator, embedding = torch.Generator().manual_seed(1), model.get_input_embeddings().weight
     with torch.no_grad():
         for name, parameter in model.named_parameters():
@@ -265,6 +274,7 @@ def _randomize(model: Any) -> Any:
 
 
 def _random_ids(*lengths: int) -> list[torch.Tensor]:
+    """Returns a row of token ids from 3 to 127, (length,) int64, for every length; always the same ids."""
     generator = torch.Generator().manual_seed(2)
     return [torch.randint(3, _VOCABULARY, (length,), generator=generator) for length in lengths]
 
@@ -306,6 +316,7 @@ class _Texts:
 
 
 def _texts(config: TrainConfig, model: PreTrainedConfig) -> _Texts:
+    """Returns the documents without images for a model."""
     return _Texts(lambda: narrow_model(model, config.model.trust_remote_code))
 
 
@@ -331,6 +342,7 @@ class _Pictured(_Texts):
 
 
 def _packed(documents: list[torch.Tensor], length: int, packing: bool, order: Any = None) -> dict[str, torch.Tensor]:
+    """Returns the documents as a batch of rows of `length` tokens; without `packing`, a row per document."""
     tokens, lengths = torch.cat(documents).numpy(), np.array([len(ids) for ids in documents])
     held = Documents(tokens, tokens > 0, lengths, np.arange(len(lengths)))
     rows = PackedDataset(held, length, packing=packing, order=order)
@@ -376,7 +388,7 @@ def _compare_training(
 
 
 def _with_rounding(config: TrainConfig, model: PreTrainedConfig, held: _Texts | None) -> tuple[float, float]:
-    """Returns bounds for logits and gradients of a copy that amplifies rounding, such as a copy with many layers.
+    """Returns bounds (logits, gradients) for a copy that amplifies rounding, such as a copy with many layers.
 
     They follow from the difference between transformers' eager and SDPA attention. For all 48 layers of Gemma 4 12B,
     logits differ by 1 % and gradients by 100 %, which makes them meaningless; for its first 12 layers, by 0.003 %.
@@ -429,6 +441,7 @@ def differences(
 
 
 def _shares(result: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Returns the result of `differences` for two results of `_backward`."""
     least = _SMALL * max(float(gradient.norm()) for name, gradient in expected.items() if name != "logits")
     shares = {name: float((result[name] - wanted).norm()) / max(float(wanted.norm()), least)
               for name, wanted in expected.items()}  # fmt: skip
@@ -437,6 +450,7 @@ def _shares(result: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) 
 
 
 def _adapted_copy(config: TrainConfig, held: _Texts) -> torch.nn.Module:
+    """Builds the copy with random parameters and the run's adapters, in training mode, without dropout in adapters."""
     # Large adapters, such as rank 2 with alpha=32, sharpen attention so much that rounding changes logits by 0.1 %.
     lora = replace(config.lora, init="default", dropout=0.0, alpha=max(1, math.isqrt(config.lora.r)))
     lora = replace(lora, vision=lora.vision and isinstance(held, _Pictured))
@@ -456,7 +470,7 @@ def _of_transformers(adapted: torch.nn.Module, held: _Texts, attends: str = "eag
 
 
 def _prepare(model: torch.nn.Module, config: TrainConfig, device_type: str, held: _Texts) -> dict[str, torch.Tensor]:
-    """Prepares a copy as in the run; returns a batch that has the documents in order."""
+    """Prepares a copy in place as in the run, without dropout; returns a batch that has the documents in order."""
     batch = held.rows(config.data.packing)
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         models.hidden_states(model, batch)  # raises for attention dropout
@@ -482,7 +496,7 @@ def _backward(model: torch.nn.Module, logits: torch.Tensor) -> dict[str, torch.T
 
 
 def _on_xla(config: TrainConfig, device_type: str) -> str:
-    """Runs `_compare_training` on XLA:CPU in a child process, because the compiler may crash."""
+    """Returns the problem that `_compare_training` finds on XLA:CPU, or "", from a process that may crash."""
     request = json.dumps({"config": config.to_dict(), "device_type": device_type})
     environment = xla_cpu_environment() | _QUICK_COMPILES
     done = run_child(["-m", "tpu_kit.generation.reference_check"], environment, given=request)
@@ -494,7 +508,7 @@ def _on_xla(config: TrainConfig, device_type: str) -> str:
 
 
 def main() -> None:
-    """Compares on XLA:CPU, in the child process; the last line on stdout is the problem as JSON."""
+    """Compares on XLA:CPU, in the child process: the request is JSON on stdin, the problem JSON on the last line."""
     request = json.loads(sys.stdin.read())
     config, device = load_config(request["config"]), traced_program.device()
     (torch.ones(2, device=device, requires_grad=True) * 2).sum().backward()  # before autograd's CPU engine starts
@@ -510,6 +524,7 @@ def main() -> None:
 
 
 def _narrow_with_pictures(model: PreTrainedConfig, trust_remote_code: bool) -> tuple[PreTrainedModel, _Pictured]:
+    """Returns the narrow copy of the whole model with random parameters, and the documents with images."""
     held = _pictured(model, trust_remote_code)
     built: PreTrainedModel = _randomize(held.model())
     held.reference_of.soften(built)
@@ -559,7 +574,10 @@ def _compare_replies(model: PreTrainedModel, held: _Pictured | None = None) -> s
 def replies(
     model: PreTrainedModel, prompts: list[list[int]], steps: int = 12, images: Mapping[str, torch.Tensor] | None = None
 ) -> torch.Tensor:
-    """Generates greedily with the kit's cache; returns token ids and log-probabilities, (2, steps, prompts) fp32."""
+    """Generates `steps` tokens greedily with the kit's cache; returns (2, steps, prompts) fp32 as `Decoder.decode`.
+
+    The prompts are token ids, and `images` are as in `decoder.Batch`. No token ends a reply.
+    """
     width, sampling = max(map(len, prompts)) - 1, Sampling(steps)
     decoder = Decoder(model, CpuRuntime(0, 1, torch.device("cpu")), steps, width + steps)
     ids, lengths = filled([prompt[:-1] for prompt in prompts], width, len(prompts))

@@ -51,7 +51,7 @@ class JudgedModel(AnsweringModel):
 
 @dataclass
 class Prompts(AnsweringModel):
-    """Options of `generate`: the prompts, their pictures and the number of samples."""
+    """Options of `generate`: the prompts, their pictures and the number of samples; `asked` has the prompts to ask."""
 
     prompt: tuple[str, ...] = knob((), "The question; may be given several times.")
     image: tuple[str, ...] = knob((), "A picture for every prompt, a file or gs://; may be given several times.")
@@ -75,12 +75,13 @@ class Prompts(AnsweringModel):
 
 
 def read_prompts(file: str) -> list[Prompt]:
-    """Reads a file of prompts: a text per line, or JSON lines with a "prompt", or with "messages" and "tools".
+    """Reads a file of prompts: a text per line; if it is .jsonl, objects with "prompt", or "messages" and "tools".
 
-    A JSON line may have "images" or an "image": paths below the file's folder, data URLs, or bucket addresses.
+    A JSON line may have "images" or an "image": paths below the file's folder, data URLs, or bucket addresses. Blank
+    lines are skipped.
 
     Raises:
-        ValueError: the file cannot be read, or a line has no prompt.
+        ValueError: the file or a picture cannot be read, or a line has no prompt; the text names the line.
     """
     try:
         lines = Path(file).read_text("utf-8-sig").split("\n")  # str.splitlines would split at U+2028 within a text
@@ -92,6 +93,7 @@ def read_prompts(file: str) -> list[Prompt]:
 
 
 def _prompt(place: str, line: str, file: str) -> Prompt:
+    """Returns the prompt of a JSON line, with pictures as bytes; raises ValueError, whose text begins with `place`."""
     try:
         row = json.loads(line)
     except ValueError:
@@ -126,7 +128,7 @@ def _prompt(place: str, line: str, file: str) -> Prompt:
 
 
 def about(prompt: Prompt, images: Sequence[Any]) -> Prompt:
-    """Adds `images` to a prompt, whose parts may mark their places; raises ValueError if it already has pictures."""
+    """Returns a chat as a mapping with `images`; parts may mark their places. ValueError: it already has pictures."""
     from tpu_kit.generation.prompts import image_parts
 
     whole: Any = prompt if isinstance(prompt, Mapping) else {"messages": prompt}

@@ -73,7 +73,10 @@ class Sampling:
         return self.repetition_penalty not in (None, 1)
 
     def knobs(self, vocabulary: int) -> torch.Tensor:
-        """Returns (6,) fp32 for `decoder.choose`: the options and the temperature of the log-probabilities."""
+        """Returns (6,) fp32 on the CPU for `decoder.choose`; None becomes the neutral value.
+
+        They are temperature (1 if greedy), top_k, top_p, min_p, penalty, and the temperature of the log-probabilities.
+        """
         import torch
 
         top_k, temperature = self.top_k or vocabulary, self.temperature or 1.0
@@ -81,9 +84,9 @@ class Sampling:
         return torch.tensor([temperature, top_k, self.top_p or 1, self.min_p or 0, self.repetition_penalty or 1, own])
 
     def uniforms(self, steps: int, rows: Sequence[tuple[int, int]]) -> torch.Tensor:
-        """Draws random numbers in [0, 1), (steps, rows) fp32, from a generator per (prompt number, sample number).
+        """Draws random numbers in [0, 1), (steps, rows) fp32; zeros if greedy. A row is (prompt number, sample number).
 
-        A sample therefore depends neither on the batch nor on the number of replicas.
+        Every row has its own generator, so a sample depends neither on the batch nor on the number of replicas.
         """
         import numpy as np
         import torch
