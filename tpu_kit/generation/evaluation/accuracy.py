@@ -32,7 +32,7 @@ class Accuracy:
 
     @classmethod
     def of(cls, correct: int, total: int) -> Accuracy:
-        """Computes the interval."""
+        """Computes the interval for `correct` of `total` rows; without rows it is 0 to 1."""
         assert 0 <= correct <= total, (correct, total)
         if not total:
             return cls(0, 0, 0.0, 1.0)
@@ -56,7 +56,7 @@ class Accuracy:
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
-    """Returns the two-sided p-value of McNemar's exact test of two models on the same rows.
+    """Returns the two-sided p-value of McNemar's exact test of two models on the same rows; 1 if they never differ.
 
     Only rows that exactly one model answers correctly count. If the models are equally good, either model is correct on
     such a row with probability 1/2: p = min(1, 2 P(X <= min(a, b))) with X ~ Binomial(a + b, 1/2)

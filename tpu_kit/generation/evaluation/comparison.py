@@ -37,13 +37,13 @@ class Sample:
 
     @property
     def verdict(self) -> str:
-        """The verdict as text; empty without a verdict."""
+        """The verdict as text: "correct", "wrong", the verifier's error, or "" without a verdict."""
         if self.error:
             return f"not judged, the verifier raised {self.error}"
         return {True: "correct", False: "wrong", None: ""}[self.correct]
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the answer and its verdict as plain values."""
+        """Returns "answer" and "correct" for JSON, and "error" if there is one."""
         return {"answer": self.answer, "correct": self.correct} | ({"error": self.error} if self.error else {})
 
 
@@ -58,7 +58,7 @@ class Evaluation:
         unfinished: share of answers that were cut off at `max_new_tokens`.
         max_new_tokens: token limit of an answer.
         samples: the answers to all rows.
-        perplexity: exp of the mean loss in nats, over the rows' own tokens that have loss in training.
+        perplexity: exp of the mean loss in nats, over the rows' own tokens with loss in training; None if not measured.
         perplexity_tokens: the number of these tokens.
         rows_reason: whether the rows contain reasoning.
     """
@@ -80,7 +80,7 @@ class Evaluation:
 
     @property
     def by_source(self) -> dict[str, Accuracy]:
-        """The accuracy by source of a mix; empty without a mix."""
+        """The accuracy on the judged rows by source of a mix; empty without a mix."""
         found: dict[str, list[bool]] = {sample.source: [] for sample in self.samples if sample.source}
         for sample in self.samples:
             if sample.source and sample.correct is not None:
@@ -108,7 +108,7 @@ class Evaluation:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns everything except the samples as plain values."""
+        """Returns the fields without the samples for JSON, with "failed", "reasons" and, for a mix, "by_source"."""
         plain = asdict(self)
         del plain["samples"]
         plain["accuracy"]["share"] = self.accuracy.share if self.accuracy.total else None
@@ -143,7 +143,7 @@ class Comparison:
     head: Comparison | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns plain values for JSON."""
+        """Returns values for JSON: the fields, "samples" with the answers of both models, and "without_head"."""
         samples = [
             {"question": base.question, "expected": base.expected, "base": base.to_dict(), "tuned": tuned.to_dict()}
             for base, tuned in zip(self.base.samples, self.tuned.samples, strict=True)
@@ -185,7 +185,7 @@ class Comparison:
 def compare(
     base: Evaluation, tuned: Evaluation, seen_in_training: int = 0, training_data_known: bool = True
 ) -> Comparison:
-    """Compares two evaluations row by row; a row that is not judged in both counts for neither.
+    """Compares two evaluations row by row; a row that is not judged in one of them is neither gained nor lost.
 
     Raises:
         ValueError: the rows, their order or the token limits of answers differ.

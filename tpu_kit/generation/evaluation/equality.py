@@ -90,7 +90,7 @@ _ASSIGNED = re.compile(r"\s*[A-Za-z](?:_\{?\w{1,9}\}?)?\s*(?:=|\\in(?![A-Za-z])|
 
 
 def same(expected: str, statement: Statement) -> bool:
-    """Compares a statement with the expected text, by the kind of the expected text (number, letter, ...).
+    """Whether a statement equals the expected text, by the kind of the expected text (number, letter, ...).
 
     Raises:
         ValueError: the expected formula cannot be parsed.
@@ -107,7 +107,7 @@ def same(expected: str, statement: Statement) -> bool:
 
 
 def same_number(expected: str, statement: Statement) -> bool | None:
-    """Compares numbers, and units if both have a unit; None if the expected text is not a number.
+    """Whether the numbers are equal, and the units if both have one; None if the expected text is not a number.
 
     A percentage equals its fraction (50% and 0.5) only in a marked statement.
     """
@@ -129,9 +129,10 @@ def same_number(expected: str, statement: Statement) -> bool | None:
 
 
 def same_letter(expected: str, statement: Statement) -> bool | None:
-    """Compares letters of a choice; None if the expected text is not a letter. A sentence with two letters is wrong.
+    """Compares letters of a choice; None if the expected text has no letter. A sentence with two letters is wrong.
 
-    If the expected text has the choice's text after its letter, that text is also correct.
+    Without a sentence that has a letter, the result is False. If the expected text has the choice's text after its
+    letter, that text is also correct, and its errors are as in `same`.
     """
     cleaned = clean(expected)
     wanted = _LETTER.fullmatch(cleaned)
@@ -154,7 +155,10 @@ def same_letter(expected: str, statement: Statement) -> bool | None:
 
 
 def same_moment(expected: str, statement: Statement) -> bool | None:
-    """Compares times of day or dates; None if the expected text is neither. All moments in the clause must be equal."""
+    """Compares times of day or dates; None if the expected text is neither.
+
+    All moments in the first clause with a moment, or in the last if the statement is unmarked, must be equal.
+    """
     wanted = moment(clean(expected))
     if wanted is None:
         return None
@@ -163,7 +167,7 @@ def same_moment(expected: str, statement: Statement) -> bool | None:
 
 
 def same_text(expected: str, statement: Statement) -> bool:
-    """Compares a text with the statement, its first words, or its end after "is"; ignores case and emphasis."""
+    """Compares a text with the statement, its first words, or its end after "is"; ignores case, spaces and emphasis."""
     negated = _NEGATED.search(expected) or _DENIED.search(expected)
     whole = _words(clean(statement.text)[-_SEARCHED:] if negated else _searched(statement))
     whole = _OPENING.sub("", whole)
@@ -180,7 +184,7 @@ def same_text(expected: str, statement: Statement) -> bool:
 def same_list(expected: str, statement: Statement) -> bool | None:
     r"""Compares lists of two or more values in any order; None if the lengths differ, and for tuples and intervals.
 
-    1 \pm 2 is a list of two values.
+    If one list has square brackets and the other has no brackets, the order counts. 1 \pm 2 is a list of two values.
     """
     texts = [without_dollars(clean(text)).strip(" .") for text in (expected, statement.text)]
     kinds = [_bracket(text) for text in texts]
@@ -200,6 +204,8 @@ def same_list(expected: str, statement: Statement) -> bool | None:
 
 def same_formula(expected: str, statement: Statement, *, required: bool = False) -> bool | None:
     """Compares formulas with math-verify; None if the expected text is not a formula, unless `required`.
+
+    False if the statement has no formula, another unit, or only one of the two is a set and the other has brackets.
 
     Raises:
         ValueError: the expected formula cannot be parsed.
@@ -257,7 +263,7 @@ def _without_unit(formula: str) -> tuple[str, str]:
 
 
 def _bracket(text: str) -> str:
-    """Returns the opening bracket around a set, a tuple or an interval; empty without brackets."""
+    """Returns the opening bracket "{", "(" or "[" around a set, a tuple or an interval; "" without brackets."""
     match = re.match(r"\s*\\?([{(\[])", text) if text.rstrip().endswith((")", "]", "}")) else None
     return match[1] if match else ""
 
@@ -288,17 +294,20 @@ def _items(text: str) -> list[str]:
 
 
 def _searched(statement: Statement) -> str:
+    """Returns the end of a statement, cleaned, without values that it negates or calls wrong."""
     text = _DENIED.sub(r"\g<predicate>", clean(statement.text[-_SEARCHED:]))
     text = _ROUGHLY.sub("", _NEGATED.sub("", text))
     return text if statement.marked else text.rstrip("! ")  # no factorial
 
 
 def _after_last_is(text: str) -> str:
+    """Returns the text after its last "is", "=", ":" or similar word; the whole text without such a word."""
     before = _LAST_IS.match(text)
     return text[before.end() :] if before else text
 
 
 def _bare(text: str) -> str:
+    """Returns a text without white space and punctuation around it, in lower case unless it has LaTeX."""
     text = re.sub(r"(?<=\d)\s+(?=\d)", "&", without_dollars(clean(text)))  # 1 2 is not 12
     text = re.sub(r"_\{(\w+)\}", r"_\1", text)
     text = "".join(text.split()).strip("$.,;:`\"'*")
@@ -306,4 +315,5 @@ def _bare(text: str) -> str:
 
 
 def _words(text: str) -> str:
+    """Returns a text in lower case with single spaces, without punctuation around it."""
     return " ".join(without_dollars(text).casefold().split()).strip(_CLOSING)

@@ -41,7 +41,7 @@ class AdapterRows(NamedTuple):
     """The rows on which an adapter is evaluated.
 
     Attributes:
-        config: the run, with the base model and the date of the adapter's run.
+        config: the run, with the base of the adapter and, if `data.date` is null, the date of the adapter's run.
         prepared: the rows.
         questions: the questions of the adapter's run; None if unknown.
         plain: whether the rows are asked without a chat template.
@@ -56,7 +56,7 @@ class AdapterRows(NamedTuple):
 def rows_of_adapter(
     config: TrainConfig, adapter_dir: str | Path, prepared: Prepared | None = None, *, chat: bool | None = None
 ) -> AdapterRows:
-    """Prepares the held-out rows of an adapter's run; arguments and errors as in `evaluate_adapter`."""
+    """Prepares the held-out rows of an adapter's run, unless `prepared`; arguments, errors as in `evaluate_adapter`."""
     run, adapter_dir = find_run(adapter_dir).folder, adapter_of(adapter_dir)
     with at_hand(adapter_dir, *_ABOUT) as folder:  # both models have the same base
         config = dataclasses.replace(config, model=base_of_adapter(config.model, folder))
@@ -77,6 +77,7 @@ def evaluate_adapter(
 ) -> Comparison:
     """Compares the base and the tuned model on the held-out rows, and writes eval.json to the adapter's run.
 
+    A local folder without a config.yaml is no run and gets no file; if writing fails, a warning is printed instead.
     The rows are the rows held out by the adapter's run or by `config`, except questions that the run was trained on.
     Questions are compared without case, white space and closing punctuation. If the run's questions are not beside the
     adapter, `config` alone splits the rows. If `data.date` is null, the date of the run is used.
@@ -113,7 +114,7 @@ def evaluate_adapter(
 
 
 def _tell_form(prepared: Prepared, plain: bool, chat: bool | None) -> None:
-    """Tells on stderr if rows and adapter differ in form; raises ValueError for chat=True and plain text."""
+    """Tells on stderr if rows and adapter differ in form; raises ValueError if `chat` is true and rows are plain."""
     if prepared.encoder is None or prepared.encoder.layout.turns_by == "template":
         if plain and chat is None:
             text = "as plain text, because the adapter was trained without a chat template (chat=true uses one)"
@@ -138,7 +139,7 @@ def held_out(config: TrainConfig, run: Questions | None = None, plain: bool = Fa
         plain: whether to ask questions as plain text, without a chat template and a system prompt.
 
     Raises:
-        ValueError: as in `prepare`; or `plain` is true and a question is a chat of several turns.
+        ValueError: as in `prepare`; the data are a stream; or `plain` is true and a question has several turns.
     """
     if config.data.streaming:
         raise ValueError(
@@ -159,14 +160,14 @@ def held_out(config: TrainConfig, run: Questions | None = None, plain: bool = Fa
 
 
 def evaluate(config: TrainConfig, prepared: Prepared, adapter_dir: str | Path | None = None) -> Evaluation:
-    """Lets the model answer held-out rows, judges the answers, and measures the perplexity of the rows themselves.
+    """Lets the model answer held-out rows greedily, judges the answers, and measures the rows' own perplexity.
 
     Args:
         config: the run; `tracking.generate_rows` limits the rows (0 = all), `tracking.generate_tokens` limits an
             answer, and `tracking.verifier` judges it. Rows on which the verifier raises an error do not count. The rows
             are divided among the replicas of `config.launch`.
         prepared: the data, from `data.prepare.prepare`.
-        adapter_dir: folder of the trained adapter; None evaluates the base model.
+        adapter_dir: the trained adapter, as in `answer`; None evaluates the base model.
 
     Raises:
         ValueError: there are no held-out rows, the verifier does not exist, or as in `answer`.

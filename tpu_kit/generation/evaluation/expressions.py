@@ -72,7 +72,9 @@ def is_expression(text: str) -> bool:
 
 
 def same_expression(expected: str, statement: str) -> bool:
-    """Compares two formulas: numerically, symbolically, or as sets, intervals, relations or matrices.
+    """Whether two formulas are equal: numerically, symbolically, or as sets, intervals, relations or matrices.
+
+    Unless their texts are equal, formulas with huge numbers or more than 1,000 characters are unequal.
 
     Raises:
         ValueError: the expected text cannot be parsed.
@@ -102,6 +104,7 @@ def same_expression(expected: str, statement: str) -> bool:
 
 @lru_cache(maxsize=1024)  # the completions of a group share an expected answer
 def _parsed(text: str) -> tuple[Any, ...]:
+    """Returns math-verify's readings of a LaTeX formula; empty if it cannot be read. Cached."""
     from math_verify import LatexExtractionConfig, parse
 
     # math-verify would remove letters such as "ab" as units. No fallback searches the text for its last number.
@@ -114,6 +117,7 @@ def _parsed(text: str) -> tuple[Any, ...]:
 
 
 def _limit() -> int | None:
+    """Returns the time limit of math-verify in seconds; None outside of the main thread, which alone can set it."""
     return _SECONDS if threading.current_thread() is threading.main_thread() else None
 
 
@@ -141,7 +145,7 @@ def _is_huge(text: str) -> bool:
 
 
 def _size(text: str) -> float:
-    """Returns an upper bound of the value of a formula without letters."""
+    """Returns an upper bound of the value of a formula without letters; infinity if it is not simple."""
     numbers = re.findall(r"\d+(?:\.\d+)?", text)
     if "!" in text or text.count("^") > 1 or any(len(number) > 9 for number in numbers):
         return math.inf

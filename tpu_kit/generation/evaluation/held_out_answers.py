@@ -50,11 +50,11 @@ class Reply(NamedTuple):
 def check_answers(config: TrainConfig, prepared: Prepared, model: PreTrainedConfig | None = None) -> None:
     """Checks before training that the model can answer the held-out rows and the verifier can judge the answers.
 
-    `model` is the model's configuration if already read.
+    Does nothing if `tracking` asks for no answers. `model` is the model's configuration if already read.
 
     Raises:
-        ConfigError: there are no held-out rows, a prompt is empty, prompt and answer exceed the model's positions, or
-            the verifier can judge none of the rows.
+        ConfigError: there are no held-out rows, a prompt is empty, the longest prompt and `generate_tokens` exceed the
+            model's positions, or the verifier can judge none of the rows.
     """
     tracking = config.tracking
     name = "generate_rows" if tracking.generate_rows >= tracking.eval_generate_rows else "eval_generate_rows"
@@ -101,10 +101,11 @@ def count_correct(
 
     Prints a warning for answers on which the verifier raised an error; these count as not judged.
 
-    If `generator` is given, it answers with its compiled programs and its own token limit.
+    If `generator` is given, it answers with its compiled programs, and `rl.max_completion_length` limits an answer
+    instead of `tracking.generate_tokens`. All replicas must call this.
 
     Returns:
-        Counts of this replica's share: (correct answers, judged answers), then the same pair for each source of a mix.
+        Counts of this replica's share, flat: correct answers, judged answers, then this pair for each source of a mix.
     """
     assert prepared.encoder is not None, "there are held-out rows"
     ids = prompt_ids(prepared, config.tracking.eval_generate_rows)
@@ -138,7 +139,7 @@ def count_correct(
 
 
 def prompt_ids(prepared: Prepared, count: int | None) -> list[list[int]]:
-    """Returns the token ids of the first `count` prompts; raises ValueError for an empty prompt."""
+    """Returns the ids of the first `count` held-out prompts (None: all); raises ValueError for an empty prompt."""
     ids = prepared.eval_prompt_ids[:count]
     if [] in ids:
         raise ValueError(
@@ -151,7 +152,7 @@ def prompt_ids(prepared: Prepared, count: int | None) -> list[list[int]]:
 def judged_answers(
     config: TrainConfig, prepared: Prepared, replies: Sequence[Reply], rule: str | Verifier
 ) -> Evaluation:
-    """Judges the replies to the first held-out rows; the result has no perplexity.
+    """Judges the replies to the first held-out rows, at least one; the result has no perplexity.
 
     Args:
         config: the run.

@@ -58,7 +58,10 @@ def judge_all(
         replies: pairs of a row and a reply's text, as for `judge`.
         config: the data section.
         verifier: from `verifier_named`.
-        stop: as in `Judges.judge`.
+        stop: as in `Judges.judge`, with its error.
+
+    Returns:
+        A verdict for every reply, in order.
     """
     if callable(verifier):
         with cpu_simulation.unhurried():
@@ -92,11 +95,11 @@ class Judges:
         self._children = []
 
     def judge(self, replies: Sequence[Reply], stop: Callable[[], bool] = lambda: False) -> list[Verdict]:
-        """Judges replies; if a reply cannot be judged, its verdict has the reason.
+        """Returns a verdict for every reply, in order; if a reply cannot be judged, its verdict has the reason.
 
         Args:
             replies: the replies to judge.
-            stop: called 5 times a second; if it returns True, judging ends.
+            stop: called at least 5 times a second; if it returns True, judging ends, and the processes are killed.
 
         Raises:
             CallEnded: `stop` returned True.
@@ -109,6 +112,7 @@ class Judges:
         return [verdicts[number] for number in range(len(replies))]
 
     def _judged(self, replies: Sequence[Reply], stop: Callable[[], bool]) -> Iterator[tuple[int, Verdict]]:
+        """Yields (number of the reply, verdict) in the order of the verdicts."""
         numbers, started = range(len(replies)), time.monotonic()
         size = min(_TOGETHER, max(1, -(-len(replies) // self._most)))
         waiting = deque([*numbers[first : first + size]] for first in numbers[::size])
@@ -136,7 +140,7 @@ class Judges:
                     raise CallEnded("stop")
 
     def _free(self, anew: bool) -> _Child | None:
-        """Returns an idle process, possibly a new process; None if all are busy."""
+        """Returns an idle process, or a new one if there is none or if `anew` and below the limit; else None."""
         self._children = [child for child in self._children if child.asked or child.is_alive()]
         free = [child for child in self._children if not child.asked]
         if not free and (anew or not self._children) and len(self._children) < self._most:
@@ -169,7 +173,7 @@ class _Child:
         return self._process.poll() is None
 
     def ask(self, settings: Mapping[str, Any], numbers: Sequence[int], replies: Sequence[Reply]) -> None:
-        """Sends the replies `numbers` to the process."""
+        """Sends the replies `numbers` with the settings to the process; does nothing if it has ended."""
         self.asked.extend(numbers)
         self._since = time.monotonic()
         asked = {**settings, "replies": [replies[number] for number in numbers]}
@@ -180,7 +184,7 @@ class _Child:
             self._process.stdin.flush()
 
     def read(self) -> Iterator[tuple[int, Verdict]]:
-        """Yields the received verdicts by reply number."""
+        """Waits for output; yields received verdicts as (number of the reply, verdict), or sets `ended` at its end."""
         text = os.read(self.answers.fileno(), 65536)
         self.ended = not text
         *lines, self._rest = (self._rest + text).split(b"\n")
@@ -204,7 +208,7 @@ class _Child:
                 pipe.close()
 
     def buried(self) -> tuple[list[tuple[int, Verdict]], list[int]]:
-        """Returns the verdict on the reply that ended the process, and the numbers of the remaining replies."""
+        """Returns [(number, verdict)] for the reply that ended the process, or [], and the numbers still to judge."""
         status = self._process.wait()
         self._errors.seek(0)
         said = self._errors.read()[-4096:].decode(errors="replace").strip().rpartition("\n")[2]
@@ -243,6 +247,7 @@ def main() -> None:
 
 
 def _serve(answers: IO[str]) -> None:
+    """Judges the requests on stdin, and writes a line of JSON for each verdict; ends early if memory was short."""
     for line in sys.stdin:
         ask = json.loads(line)
         data = DataConfig(**ask["data"])

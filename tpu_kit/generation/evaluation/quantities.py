@@ -128,7 +128,7 @@ class Quantity(NamedTuple):
     variable: str = ""
 
     def equals(self, other: Quantity, *, shares: bool) -> bool:
-        """Compares values, and units and variables if both have them; if `shares`, 50% also equals 0.5."""
+        """Whether values are equal, and units and variables if both have them; if `shares`, 50% also equals 0.5."""
         if self.variable and other.variable and self.variable != other.variable:
             return False
         if self.unit and other.unit and not _same_unit(self.unit, other.unit):
@@ -158,7 +158,7 @@ def without_dollars(text: str) -> str:
 
 
 def arithmetic(text: str) -> str:
-    """Rewrites LaTeX fractions as 1/2 and powers of ten as e3."""
+    """Rewrites LaTeX fractions and characters such as ½ as 1/2, and factors that are powers of ten as e3."""
 
     def fraction(match: re.Match[str]) -> str:
         whole, above, under = match[1], match[2] or match[3], match[4] or match[5]
@@ -208,7 +208,7 @@ def only_quantity(text: str) -> Quantity | None:
 
 
 def last_quantity(text: str) -> Quantity | None:
-    """Returns the last number of a cleaned text, after the last "=" if there is one; None if it ends a range."""
+    """Returns the last number of a cleaned text, after the last "="; None if it ends a range or words change it."""
     text = arithmetic(without_dollars(text)).rpartition("=")[2]
     if (remark := _REMARK.search(text)) and _NUMBER.search(text[: remark.start()].rpartition("\n")[2]):
         text = text[: remark.start()] if len(_NUMBER.findall(remark[0])) > 1 else text
@@ -240,6 +240,7 @@ def _scaled(value: Fraction, after: str) -> tuple[Fraction, str]:
 
 
 def _value(number: re.Match[str]) -> Fraction | None:
+    """Returns the value of a match of `_NUMBER`; None for a division by 0 or too many digits."""
     try:
         above = Fraction(number["above"].replace(",", ""))
         value = Fraction(number["whole"] or 0) + above / Fraction(number["under"] or 1)
@@ -327,7 +328,7 @@ def moments(text: str) -> list[frozenset[int]]:
 
 
 def moment(text: str) -> frozenset[int] | None:
-    """Parses a cleaned text that is a time of day or a date, as `moments`; None for other texts."""
+    """Returns the set of `moments` for a cleaned text that is a time of day or a date; None for other texts."""
     text = without_dollars(text).strip(" \n\t.,;:\"'")
     match = _TIME.fullmatch(text) or _DATE.fullmatch(text)
     found = moments(text) if match else []
@@ -335,6 +336,7 @@ def moment(text: str) -> frozenset[int] | None:
 
 
 def _minutes(time: re.Match[str]) -> frozenset[int]:
+    """Returns the minutes of the day that a match of `_TIME` may mean."""
     hour, minute, half = int(time[1]), int(time[2]), (time[3] or "").lower()
     hours = {hour % 12 + 12 * (half == "p")} if half else {hour, hour + 12} if 1 <= hour < 12 else {hour % 24}
     return frozenset(each * 60 + minute for each in hours)

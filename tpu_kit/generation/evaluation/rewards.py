@@ -60,12 +60,12 @@ class Attempt(NamedTuple):
 
 
 def think_format(attempts: Sequence[Attempt], config: TrainConfig) -> list[float]:
-    """Returns 1 for a reply that is one block of reasoning in its tags followed by an answer, else 0."""
+    """Returns, for each attempt, 1 if it is one block of reasoning in its tags followed by an answer, else 0."""
     return [float(well_formed(each.text, config.data)) for each in attempts]
 
 
 def length(attempts: Sequence[Attempt], config: TrainConfig) -> list[float]:
-    """Returns DAPO's length penalty: 0, falling to -1 in the last 20 % of max_completion_length."""
+    """Returns DAPO's length penalty for each attempt: 0, falling to -1 in the last 20 % of max_completion_length."""
     most = config.rl.max_completion_length
     allowed = most - round(_LONG * most)
     return [min(0.0, (allowed - len(each.tokens)) / max(1, most - allowed)) for each in attempts]
@@ -76,10 +76,10 @@ class Judgement:
     """Rewards of completions; NaN for completions that were not judged.
 
     Attributes:
-        total: weighted sums of the rewards.
-        parts: rewards by function, without weights.
+        total: weighted sums of the rewards of a completion that are not NaN; NaN if all are.
+        parts: rewards by name of the reward, in the order of `Rewards.names`, without weights.
         logged: the numbers that functions logged, by name.
-        errors: by rule and error, the ends of the completions that were therefore not judged.
+        errors: by "RULE (ERROR)", texts with the end and the answer of the completions that were therefore not judged.
     """
 
     total: list[float]
@@ -95,8 +95,11 @@ class Rewards:
         config: the run, with `rl.reward_funcs` and `rl.reward_weights`.
         functions: names and functions that replace `rl.reward_funcs`.
 
+    Attributes:
+        names: names of the rewards, in order; a repeated name gets #2, #3, ...
+
     Raises:
-        ValueError: a name is unknown, or the number of weights differs from the number of rewards.
+        ValueError: a name is unknown, all weights are 0, or the numbers of weights and rewards differ.
     """
 
     def __init__(self, config: TrainConfig, functions: Sequence[str | RewardFunction] | None = None) -> None:
@@ -135,11 +138,11 @@ class Rewards:
 
     @property
     def functions(self) -> list[str]:
-        """The names of users' functions."""
+        """The names of users' functions, given or as module:function, without rules and the kit's own rewards."""
         return list(self._functions)
 
     def check(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Raises ValueError if a function needs an unknown argument, or all rewards need answers and no row has any."""
+        """Raises ValueError if a function needs an unknown argument, or only rules judge and no row has an answer."""
         given = [*self._arguments([Attempt(rows[0], "", "", [])]), *_SHARED]
         for name, function in self._functions.items():
             for each in inspect.signature(function).parameters.values():
@@ -162,15 +165,15 @@ class Rewards:
         """Computes the rewards of completions.
 
         Args:
-            attempts: the completions of this replica.
-            step: number of the update.
-            total_steps: number of updates of the run.
-            stop: called 5 times a second; if it returns True, judging ends.
+            attempts: the completions of this replica, at least one; functions get the columns of the first row.
+            step: number of the update, `trainer_state.global_step` of functions.
+            total_steps: number of updates of the run, `trainer_state.max_steps`.
+            stop: called at least 5 times a second; if it returns True, judging ends.
 
         Raises:
             CallEnded: `stop` returned True.
             ValueError: a function raises an exception, uses no processor time for 0.8 x launch.hang_timeout, or does
-                not return a number or None for every completion.
+                not return a finite number, NaN or None for every completion.
         """
         logged: dict[str, list[float]] = defaultdict(list)
         given = self._arguments(attempts) | {
@@ -202,6 +205,7 @@ class Rewards:
         return parts, dict(errors)
 
     def _by_functions(self, given: Mapping[str, Any], count: int, stop: Stop) -> dict[str, list[float]]:
+        """Returns the rewards of `count` completions by user's function; `given` are the keyword arguments."""
         values, parts = dict[str, Any](), dict[str, list[float]]()
         for name in self._functions:
             with self._named(name, given, count, stop):
@@ -222,7 +226,7 @@ class Rewards:
         return main_thread.call(partial(function, **chosen), stop, self._patience)
 
     def _await(self, values: Sequence[Any], stop: Stop) -> list[Any]:
-        """Returns results or exceptions of async functions; runs aside, as a notebook's thread has an event loop."""
+        """Returns results or exceptions of awaitables; runs aside, as a notebook's thread has an event loop."""
 
         async def together() -> list[Any]:
             return await asyncio.gather(*values, return_exceptions=True)
@@ -231,11 +235,12 @@ class Rewards:
 
     @property
     def _patience(self) -> float:
+        """Seconds without processor time after which a call is ended."""
         return _PATIENCE * self._config.launch.hang_timeout
 
     @contextlib.contextmanager
     def _named(self, name: str, given: Mapping[str, Any], count: int, stop: Stop) -> Iterator[None]:
-        """Context manager that adds the function's name and the failing completion to an error."""
+        """Context manager that raises an error again as ValueError with the function's name and failing completion."""
         try:
             yield
         except Terminated:
@@ -250,7 +255,7 @@ class Rewards:
             raise ValueError(f"the reward {name} {self._blame(name, given, count, stop, error)}") from error
 
     def _blame(self, name: str, given: Mapping[str, Any], count: int, stop: Stop, error: BaseException) -> str:
-        """Finds the completion for which a function fails, by calling it for single completions."""
+        """Returns a text on the completion for which a function fails, by calling it again for single completions."""
         for number in range(count):
             alone = {key: value if key in _SHARED else value[number : number + 1] for key, value in given.items()}
             try:
@@ -264,6 +269,7 @@ class Rewards:
 
     @staticmethod
     def _arguments(attempts: Sequence[Attempt]) -> dict[str, Any]:
+        """Returns the keyword arguments that have an entry per completion; `prompts` replaces a column "prompt"."""
         rows, prompts, texts, tokens = (list(values) for values in zip(*attempts, strict=True))
         chats = not isinstance(prompts[0], str)
         columns = {name: [row.get(name) for row in rows] for name in rows[0] if name != "prompt"}
@@ -274,7 +280,7 @@ class Rewards:
 
 
 def _place(error: BaseException) -> str:
-    """Returns the line at which a user's function failed or was ended; empty if it was not called."""
+    """Returns " (FILE, line N)" of the user's function that failed or was ended; empty if it was not called."""
     frames, ours = extract_tb(error.__traceback__), (__file__, main_thread.__file__)
     while frames and frames[-1].filename in ours:  # frames of the code that ended the call
         frames.pop()
@@ -283,6 +289,7 @@ def _place(error: BaseException) -> str:
 
 
 def _numbers(values: Any, count: int) -> list[float]:
+    """Returns a function's result as `count` numbers, NaN for None; raises it if it is an error, or ValueError."""
     if isinstance(values, BaseException):
         raise values
     values = [math.nan if value is None else float(value) for value in values]

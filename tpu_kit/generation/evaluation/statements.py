@@ -96,8 +96,9 @@ def statement_of(text: str) -> Statement | None:
     r"""Returns the answer that a reply states; None if the reply was cut off within it.
 
     Blocks of reasoning are not searched. The answer is in the last block of `<answer>`, `<solution>` or a similar tag,
-    else in the last box or line that begins with "####", else in the sentence after the last "answer is". A later
-    correction replaces it ("Wait, it should be 6."). A block or box that is opened but not closed was cut off.
+    else in the last box or line that begins with "####", else in the sentence after the last "answer is". Without these
+    it is the whole text. A later correction replaces it ("Wait, it should be 6."), and a retraction empties it. A block
+    or box that is opened but not closed was cut off.
     """
     outside = _without_reasoning(_formulas(_EMPHASIS.sub("", text.translate(_ASCII))))
     if outside is None:
@@ -117,7 +118,7 @@ def _formulas(text: str) -> str:
 
 
 def _without_reasoning(text: str) -> str | None:
-    """Removes blocks of reasoning; returns None if the last block is not closed."""
+    """Removes blocks of reasoning, opened in the text or before it; returns None if the last block is not closed."""
     kept: list[str] = []
     position, inside = 0, False
     for tag in _REASONING.finditer(text):
@@ -133,7 +134,7 @@ def _without_reasoning(text: str) -> str | None:
 
 
 def _last_block(text: str, tags: list[re.Match[str]]) -> str | None:
-    """Returns the text between the last opening tag and its closing tag; None if it is not closed."""
+    """Returns the text from the last opening tag, or the beginning, to the next tag; None if it is not closed."""
     opened = [index for index, tag in enumerate(tags) if not (tag["close"] or (tag["side"] or "").lower() == "end")]
     if not opened:  # the prompt opened it
         return text[: tags[-1].start()]
@@ -142,6 +143,7 @@ def _last_block(text: str, tags: list[re.Match[str]]) -> str | None:
 
 
 def _stated(text: str) -> Statement | None:
+    """Returns the answer that a text without tags and reasoning states; None if its last box is not closed."""
     found = _boxed_or_marked(text)
     if found is None:
         return None
@@ -169,7 +171,7 @@ def _stated(text: str) -> Statement | None:
 
 
 def _boxed_or_marked(text: str) -> tuple[str, int] | None:
-    """Returns the last box or "####" line and its end, ("", 0) without either; None if the box is not closed."""
+    """Returns the last box, adjacent boxes as a list, or "####" line, and its end; ("", 0) without; None if cut off."""
     lines = list(_MARKED_LINE.finditer(text))
     last_line = text.rfind("\n") + 1
     if "####" in text[last_line:]:

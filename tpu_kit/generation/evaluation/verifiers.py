@@ -31,8 +31,8 @@ class Verdict:
     """The judgement of a reply.
 
     Attributes:
-        correct: whether the reply is correct; None if it was not judged.
-        error: the verifier's error, or "".
+        correct: whether the reply is correct; None if it was not judged: without an answer in the row, or by an error.
+        error: the verifier's error as "CLASS: TEXT", or "".
     """
 
     correct: bool | None
@@ -67,6 +67,8 @@ def verifier_named(name: str, parameter: str = "tracking.verifier") -> str | Ver
 def judge(row: Mapping[str, Any], text: str, config: DataConfig, verifier: str | Verifier = "auto") -> Verdict:
     """Judges whether a reply is correct; the verdict has the verifier's error, if it raises an exception.
 
+    Without an accepted answer in the row, only a function judges. A function gets the text after the reasoning.
+
     Args:
         row: a row whose "answer" is the expected answer or a list of accepted answers, or which has the columns that
             the user's function reads.
@@ -91,7 +93,7 @@ def judge(row: Mapping[str, Any], text: str, config: DataConfig, verifier: str |
 
 
 def _expected(row: Mapping[str, Any]) -> list[str]:
-    """Returns the non-empty accepted answers of a row."""
+    """Returns the non-empty accepted answers of a row as stripped texts; raises TypeError if "answer" is an object."""
     answer = row.get("answer")
     if isinstance(answer, Mapping):
         raise TypeError("the row's answer is an object; name its field, as in columns={answer: COLUMN.FIELD}")
@@ -113,7 +115,10 @@ def _stated(
     answer: str,
     read: Callable[[str], Statement | None] = statement_of,
 ) -> bool:
-    """Returns whether the reply's stated answer equals an accepted answer; raises ValueError for other kinds."""
+    """Returns whether the answer that `read` finds in a reply equals an accepted answer by `comparison`.
+
+    Raises ValueError if none equals and an accepted answer is not of the `kind`, for which `comparison` returns None.
+    """
     statement = read(answer)
     if statement is None or not statement.text.strip():
         return False
@@ -146,7 +151,7 @@ def exact(row: Mapping[str, Any], answer: str) -> bool:
 
 
 def _match(pattern: str, answer: str) -> Statement | None:
-    """Returns the first group of the last match, or the whole match; None without one."""
+    """Returns the first group of the last match, or the whole match, as a marked statement; None without a match."""
     matches = list(re.finditer(pattern, answer))
     if not matches:
         return None
@@ -154,7 +159,10 @@ def _match(pattern: str, answer: str) -> Statement | None:
 
 
 def reasoning_gym(row: Mapping[str, Any], answer: str) -> float:
-    """Scores only the stated answer, because the package gives partial credit to an answer within other words."""
+    """Returns reasoning-gym's score of the stated answer alone: within other words it gets partial credit.
+
+    Raises ValueError if the row's "metadata", a mapping or JSON text, has no source_dataset.
+    """
     import reasoning_gym as package
 
     metadata = row.get("metadata") or {}
