@@ -105,10 +105,7 @@ def filled(rows: Sequence[Sequence[int]], width: int, count: int) -> tuple[torch
 
 
 class Choice(NamedTuple):
-    """Token ids (B,) int64 and their log-probabilities (B,) fp32, in nats.
-
-    The log-probabilities are from the logits without rules and repetition penalty; see `Sampling.tempered_logprobs`.
-    """
+    """Token ids (B,) int64; log-probabilities (B,) fp32 without rules and penalty, see `Sampling.tempered_logprobs`."""
 
     token: torch.Tensor
     logprob: torch.Tensor

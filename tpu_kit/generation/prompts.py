@@ -204,7 +204,7 @@ class PromptCodec:
 
 
 def text_of(messages: Sequence[Mapping[str, Any]], tools: Any = None) -> str:
-    """Returns the text of a chat of one user turn; raises ValueError for other chats or with tools: no template."""
+    """Returns the text of a chat of one user turn without tools; raises ValueError for others: they need a template."""
     content = messages[0].get("content") if len(messages) == 1 else None
     if tools or not isinstance(content, str) or messages[0].get("role") != "user":
         raise ValueError(

@@ -98,10 +98,9 @@ def check_training(config: TrainConfig, device_type: str, model: PreTrainedConfi
 
 
 def check_generation(model: PreTrainedConfig, trust_remote_code: bool = False, images: bool = False) -> None:
-    """Checks that a model generates with the kit's key/value cache as transformers does without a cache.
+    """Checks that a narrow random copy of a model generates with the kit's cache as transformers without a cache.
 
-    A narrow copy with random weights replies greedily; the log-probabilities of its tokens are compared. The result is
-    cached by the configuration.
+    The log-probabilities of greedy replies are compared, once in a process.
 
     Args:
         model: the model's configuration.

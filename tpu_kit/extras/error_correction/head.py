@@ -78,7 +78,7 @@ class ErrorCorrection(StatesHead):
         self.gate = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32))
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, Mixture]:
-        """Returns the corrected states, (..., H) in the dtype of `hidden`, and the mixture of their residuals."""
+        """Returns the corrected states, (..., H) in the dtype of `hidden`, and the fp32 mixture of their residuals."""
         states = hidden.float()
         scale = (states.square().mean(-1, keepdim=True) + 1e-6).sqrt()
         features = F.silu(_linear(self.trunk, states / scale))
@@ -95,13 +95,15 @@ class ErrorCorrection(StatesHead):
 
 
 def _linear(layer: torch.nn.Linear, states: torch.Tensor) -> torch.Tensor:
+    """Applies a linear layer to fp32 states with its weights in fp32."""
     return F.linear(states, layer.weight.float(), None if layer.bias is None else layer.bias.float())
 
 
 class ErrorCorrectionObjective(Objective):
     """The sum of three negative log-likelihoods: labels without head, labels with head, residual per dimension.
 
-    In evaluation, only the labels' with the head. With error-correction-alone, the adapters are not trained.
+    Logs have the three parts (`extra`). In evaluation, the loss is only the labels' with the head. With
+    error-correction-alone, the adapters are not trained.
     """
 
     extra = ("nll", "nll_corrected", "nll_residual")
@@ -111,7 +113,7 @@ class ErrorCorrectionObjective(Objective):
         self._supervised = SupervisedObjective(config.optim)
 
     def attach(self, model: torch.nn.Module, load: Callable[[ModelConfig], Any]) -> None:
-        """Adds the head, with a closed gate, and the random projection of residuals, which is not saved."""
+        """Sets `model.objective`: the head with a closed gate, and the random projection, which is not saved."""
         weight = models.output_embedding(model).weight.detach()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._seed)

@@ -41,7 +41,7 @@ def harness_model(
         truncate: cut the beginning of contexts that are too long; otherwise they are errors.
 
     Raises:
-        ValueError: lm-eval is not installed.
+        ValueError: lm-eval is not installed, or the adapter or the tokenizer cannot be read.
     """
     try:
         from lm_eval.api.model import LM
@@ -54,7 +54,8 @@ def harness_model(
 class Requests:
     """Answers lm-eval's three kinds of requests; `harness_model` combines this class with lm-eval's `LM`.
 
-    The `args` of a request are (context, options), (context, continuation) or (text,).
+    The `args` of a request are (context, options), (context, continuation) or (text,), in the order of the methods.
+    Every call loads the model anew, and returns its results in the order of the requests.
     """
 
     def __init__(self, config: TrainConfig, adapter_dir: str | Path | None, batch_size: int, truncate: bool) -> None:
@@ -67,7 +68,7 @@ class Requests:
         self._positions = positions or config.data.max_length
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """Returns the answers to the contexts, up to their first stop string.
+        """Returns the answers to the contexts, up to their first stop string ("until"); greedy, 256 tokens by default.
 
         Reasoning between the tags of `config.data` is left out, and stop strings do not end it, as with
         `think_end_token` of lm-eval's own models. A reply that ends within its reasoning has an empty answer.
@@ -109,7 +110,7 @@ class Requests:
         ]
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        """Returns the log-likelihoods of whole texts in nats; long texts are cut into windows of the context length."""
+        """Returns the log-likelihoods of whole texts in nats, in `windows` if they exceed the model's positions."""
         rows, owners, lengths = [], [], []
         for number, request in enumerate(requests):
             for row, new in windows([self._first, *self._encode(request.args[0], special=False)], self._positions):
@@ -122,14 +123,14 @@ class Requests:
         return totals
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
-        """Returns a chat as text, rendered with the chat template."""
+        """Returns a chat as text by the chat template; `add_generation_prompt` False: to continue its last message."""
         return self._tokenizer.apply_chat_template(
             chat_history, tokenize=False, add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
         )  # fmt: skip
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
-        """Returns the chat template, for lm-eval's records."""
+        """Returns the tokenizer's chat template, for lm-eval's records; "" without one. The argument has no effect."""
         return str(self._tokenizer.chat_template or "")
 
     @property
@@ -138,6 +139,7 @@ class Requests:
         return self._config.model.name.replace("/", "__")
 
     def _answer_of(self, completion: Completion) -> str:
+        """Returns a reply without its reasoning; "" if it ended within it."""
         if completion.reasoning is None:
             return completion.text
         return completion.text.rpartition(self._config.data.think_close)[2].lstrip() if completion.answer else ""
@@ -152,10 +154,11 @@ class Requests:
         return int(self._tokenizer.eos_token_id if begin is None else begin)
 
     def _encode(self, text: str, special: bool = True) -> list[int]:
+        """Returns the token ids of `_with_ends`."""
         return self._with_ends(text, special)[0]
 
     def _with_ends(self, text: str, special: bool = True) -> tuple[list[int], list[int]]:
-        """Returns the token ids of a text, and the character at which each token ends."""
+        """Returns the token ids of a text, and the end of every token in characters; `special` adds BOS, never EOS."""
         begin, end = self._tokenizer.bos_token, self._tokenizer.eos_token_id
         special = special and not (begin and text.startswith(begin))  # a rendered chat includes it
         encoded = self._tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
@@ -174,6 +177,7 @@ class Requests:
         return ids[:cut] or [self._first], ids[cut:]
 
     def _cut(self, row: list[int], number: int) -> list[int]:
+        """Returns a row cut at its beginning to the model's positions; raises ValueError if it must not be cut."""
         if len(row) > self._positions and not self._truncate:
             raise ValueError(
                 f"request {number}: its {len(row)} tokens are more than the {self._positions} positions of the model; "
@@ -195,6 +199,7 @@ def windows(row: list[int], width: int) -> Iterable[tuple[list[int], int]]:
 
 
 def _sampling(options: Mapping[str, Any]) -> Sampling:
+    """Converts lm-eval's generation options; raises ValueError for unknown options."""
     rest = dict(options)
     lengths = [rest.pop(name) for name in _LENGTHS if name in rest]
     stop = rest.pop("until", None) or []

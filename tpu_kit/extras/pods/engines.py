@@ -1,4 +1,4 @@
-"""Fills the templates of four engines, and makes their commands to launch, watch, log and end a job.
+"""Fills the templates of four engines, and makes their commands to launch, watch, log and end a job; writes no file.
 
 All engines run the same start-up script on every host. Its exit codes 0, 1 (an error) and 2 (a bad configuration) end
 the job. After any other code, such as 75 (preempted), the script runs again and resumes the run.
@@ -40,6 +40,7 @@ class _Template(string.Template):
 
 
 def _fill(name: str, job: SliceJob, **values: object) -> str:
+    """Returns the text of the file `name` in templates/ with the job's values and `values` in its @@ placeholders."""
     template = _Template((Path(__file__).parent / "templates" / name).read_text().removesuffix("\n"))
     common = {"name": job.name, "slice": job.slice, "hosts": job.topology.hosts, "image": job.image}
     return template.substitute(common, restarts=RESTARTS, **values)
@@ -71,6 +72,7 @@ def _config_text(config: TrainConfig) -> str:
 
 
 def _git(*arguments: str) -> str:
+    """Returns the output of git in the folder of the kit; raises CalledProcessError if it fails."""
     command = ["git", "-C", str(_PACKAGE.parent), *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
 
@@ -100,7 +102,7 @@ def published() -> str:
 
 
 def _requests(job: SliceJob) -> str:
-    """Returns a container's resource requests besides chips; a full node first evicts pods without requests.
+    """Returns a container's resource requests besides chips, in YAML; a full node first evicts pods without requests.
 
     Memory holds the weights while they are loaded, and the libraries of every process; the disk holds the downloads.
     """
@@ -112,7 +114,7 @@ def _requests(job: SliceJob) -> str:
 
 
 def skypilot(job: SliceJob, folder: Path) -> Written:
-    """Makes a task for `sky jobs launch`: SkyPilot replaces a lost Spot slice, and restarts by exit code."""
+    """Returns a task for `sky jobs launch` and commands: SkyPilot replaces a lost slice, and restarts by exit code."""
     names = ", ".join(f"{name}: null" for name in job.secrets)
     task = _fill(
         "task.yaml", job, script=indent(start_script(job), "  "), spot=str(job.spot).lower(),
@@ -129,7 +131,7 @@ def skypilot(job: SliceJob, folder: Path) -> Written:
 
 
 def jobset(job: SliceJob, folder: Path) -> Written:
-    """Makes a JobSet for a GKE cluster with a node pool of the slice; Kueue may queue it."""
+    """Returns a JobSet for a GKE cluster with a node pool of the slice, and commands; Kueue may queue it."""
     selector = '\n              cloud.google.com/gke-spot: "true"' if job.spot else ""
     selector += f"\n              topology.kubernetes.io/zone: {job.zone}" if job.zone else ""
     toleration = "\n            - {key: cloud.google.com/gke-spot, operator: Exists, effect: NoSchedule}"
@@ -150,7 +152,7 @@ def jobset(job: SliceJob, folder: Path) -> Written:
 
 
 def xpk(job: SliceJob, folder: Path) -> Written:
-    """Makes a start-up script, which xpk's own JobSet runs as a single line."""
+    """Returns a start-up script, which xpk's own JobSet runs as a single line, and commands."""
     of_cluster = f'--cluster "$CLUSTER" --zone {job.zone}'
     script = f"$(base64 < {_quoted(folder, 'start.sh')} | tr -d '\\n')"
     lines = [
@@ -171,7 +173,7 @@ def xpk(job: SliceJob, folder: Path) -> Written:
 
 
 def gcloud(job: SliceJob, folder: Path) -> Written:
-    """Makes a start-up script for TPU VMs, which reports its exit code, and a script that replaces a lost slice."""
+    """Returns start.sh for TPU VMs, which reports exit codes, launch.sh, which replaces a lost slice, and commands."""
     at, resource = f"{job.name} --zone={job.zone}", "gcloud compute tpus queued-resources"
     codes = f"{job.config.remote}/exit-codes"
     report = _fill("gcloud-report.sh", job, codes=shlex.quote(codes))
@@ -199,17 +201,19 @@ def gcloud(job: SliceJob, folder: Path) -> Written:
 ENGINES: Mapping[str, Callable[[SliceJob, Path], Written]] = {
     "skypilot": skypilot, "jobset": jobset, "xpk": xpk, "gcloud": gcloud,
 }  # fmt: skip
-"""The function of every engine, by its name in `--with`; arguments are the job and the folder of its files."""
+"""The function of every engine, by its name in `--with`; arguments are the job and the folder in its commands."""
 
 
 def _quoted(folder: Path, name: str) -> str:
+    """Returns the path of a file, quoted for a shell."""
     return shlex.quote(str(folder / name))
 
 
 def _pod_logs(job: SliceJob, label: str) -> str:
+    """Returns kubectl's command for the logs of the pods with a label."""
     return f"kubectl logs -l {label} --prefix --tail=-1 --max-log-requests={job.topology.hosts}"
 
 
 def _secret_names(job: SliceJob) -> dict[str, str]:
-    """Returns a file with the secrets' names: kubectl and xpk read the values from their environment."""
+    """Returns secrets.env with the names of secrets, or {}; kubectl and xpk read the values from their environment."""
     return {"secrets.env": "".join(f"{name}\n" for name in job.secrets)} if job.secrets else {}

@@ -11,9 +11,10 @@ from tpu_kit.machine.storage.atomic import write_text
 
 
 def write(job: SliceJob, engine: str, folder: Path) -> str:
-    """Writes the files of a checked job to a folder, which is created if missing; starts nothing.
+    """Writes a checked job's files and commands.txt to a folder, which is created if missing; starts nothing.
 
-    Returns the text that `python -m tpu_kit pod` prints; raises ValueError if a file cannot be written.
+    `engine` is a name in `ENGINES`. Returns the text that `python -m tpu_kit pod` prints; raises ValueError if a file
+    cannot be written.
     """
     files, commands = ENGINES[engine](job, folder)
     width = max(map(len, commands)) + 2

@@ -41,7 +41,7 @@ OFFERS = {
 
 @dataclass(frozen=True)
 class SliceJob:
-    """A checked run on a slice."""
+    """A run on a slice, checked by `check_job`."""
 
     config: TrainConfig
     chip: Chip
@@ -63,7 +63,7 @@ class SliceJob:
 
     @property
     def region(self) -> str | None:
-        """The region of the zone."""
+        """The region of the zone; None without a zone."""
         return self.zone.rpartition("-")[0] if self.zone else None
 
     @property
@@ -83,7 +83,10 @@ class SliceJob:
 def check_job(
     config: TrainConfig, slice_name: str, engine: str, zone: str | None, image: str | None, spot: bool
 ) -> SliceJob:
-    """Checks a run for a slice such as "v4-32"; an image of None is the engine's default.
+    """Checks that an engine of `ENGINES` can run a configuration on a slice such as "v4-32"; returns the job.
+
+    A `zone` of None is the engine's choice, an `image` of None its default; `spot` asks for Spot capacity. Secrets are
+    the variables of `SECRETS` that are set in the environment.
 
     Raises:
         ConfigError: with all problems, their values and fixes.
@@ -126,6 +129,7 @@ def check_job(
 
 
 def _run_problems(config: TrainConfig) -> list[str]:
+    """Returns a problem for every parameter with which a run cannot be started or restarted on several hosts."""
     problems, name = [], config.run_name
     if not _NAME.fullmatch(name):
         near = re.sub(r"^[-0-9]+", "", re.sub(r"[^a-z0-9]+", "-", name.lower()))[:40].rstrip("-") or "my-run"

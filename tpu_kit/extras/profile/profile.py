@@ -36,11 +36,12 @@ def profile(config: TrainConfig, steps: int = 20, chip: str | None = None) -> Pr
         chip: a TPU to predict for, in the form of `slices.find_slice`; None runs the step on this machine.
 
     Returns:
-        The profile. If it was measured, `<output_dir>/profile` has the trace, profile.png and the recordings.
+        The profile. If it was measured, `<output_dir>/profile` has the trace, profile.png and the recordings; its
+        former contents are deleted.
 
     Raises:
         ConfigError: `steps` is out of range.
-        ValueError: as `train`; or the run ended before the traced steps.
+        ValueError: as `train`; the run ended before the traced steps; or the step does not fit `chip`.
         CompilerUnavailable: `chip` is given, but the TPU compiler is not installed.
     """
     if not 1 <= steps <= MOST_STEPS:
@@ -50,6 +51,7 @@ def profile(config: TrainConfig, steps: int = 20, chip: str | None = None) -> Pr
 
 
 def _measured(config: TrainConfig, steps: int) -> Profile:
+    """Runs the step in every replica without checkpoints, and reads its trace; see `profile`."""
     fresh = replace(config.checkpoint, resume="never", source=None)
     config = resolve_output_dir(replace(config, checkpoint=fresh, hub=HubConfig()))  # it pushes nothing
     folder = make_output_folder(config) / "profile"
@@ -77,6 +79,7 @@ def _measured(config: TrainConfig, steps: int) -> Profile:
 
 
 def _short(config: TrainConfig, folder: Path, steps: int) -> TrainConfig:
+    """Returns a run of `window(steps)` updates into `folder`, without evaluations, trackers and checkpoints."""
     return replace(
         config, output_dir=str(folder),
         optim=replace(config.optim, max_steps=window(steps), eval_steps=None, early_stop_patience=None),
@@ -86,6 +89,7 @@ def _short(config: TrainConfig, folder: Path, steps: int) -> TrainConfig:
 
 
 def _costs(trace: Trace) -> tuple[Cost, ...]:
+    """Returns the time of every operation in a trace, by name without number, source and kind."""
     devices = len({one.device for one in trace.events if one.device}) or 1
     spent: dict[tuple[str, str, str], float] = defaultdict(float)
     for one in trace.events:
@@ -96,6 +100,7 @@ def _costs(trace: Trace) -> tuple[Cost, ...]:
 
 
 def _predicted(config: TrainConfig, chip: str) -> Profile:
+    """Compiles the step for a chip, and returns the compiler's predicted times; see `profile`."""
     (planned,) = plan(config, [chip])
     config, where = planned.config, planned.where
     if where.topology is None:

@@ -39,10 +39,10 @@ class Recording:
     """The recording of a replica.
 
     Attributes:
-        rank: of the replica.
+        rank: number of the replica, from 0.
         device_type: as `Runtime.device_type`.
         fill: share of token positions in the rows that are not padding.
-        phases: seconds by phase over the window, measured on the host without the profiler.
+        phases: total seconds by phase over the window, measured on the host without the profiler.
         steps: number of steps in the window; 0 if the run ended before.
         first_seconds: duration of the first step, which compiles.
         peak_bytes: peak memory of the device; None if the device does not count it.
@@ -60,12 +60,12 @@ class Recording:
 
 
 def window(steps: int) -> int:
-    """Returns the number of steps of a run that traces `steps` steps."""
+    """Returns the number of steps of a run that traces `steps` steps, with steps before and after them."""
     return WARM_UP + steps + math.ceil(steps / 4) + AFTER
 
 
 def record(config: TrainConfig, plan: RunPlan | None = None, data: MappedData | None = None) -> None:
-    """Runs the updates of `window` with a trace; `plan` and `data` as in `replica.fine_tune`.
+    """Runs `optim.max_steps` updates, from `window`, with a trace; `plan` and `data` as in `replica.fine_tune`.
 
     Every replica writes recording-RANK.json to the output folder; rank 0 also writes the trace.
     """
@@ -95,7 +95,7 @@ class _Recorder:
         self._session = (_XlaSession if rt.is_xla else _TorchSession)(rt, folder) if rt.rank == 0 else None
 
     def mark(self, phase: str, step: int) -> None:
-        """Ends the current phase, and begins `phase`."""
+        """Ends the current phase, and begins a `phase` of `PHASES` in a step, counted from 1."""
         now, first, last = time.perf_counter(), WARM_UP + 1, WARM_UP + self.steps
         if self._annotation is not None:
             self._annotation.__exit__(None, None, None)
@@ -117,6 +117,7 @@ class _Recorder:
         self._last = now
 
     def _between_steps(self, step: int, now: float) -> None:
+        """Begins and ends the window at the start of `step`, which is at `now`."""
         done = step - 1
         if done == 1:
             self.recording.first_seconds = now - self._begun
@@ -167,7 +168,7 @@ class _XlaSession:
         return annotation
 
     def begin(self, steps: int, seconds: float) -> None:
-        """Requests a trace of `steps` steps of `seconds` seconds, and waits until it has started."""
+        """Requests a trace of `steps` steps of `seconds` seconds, and waits a second for its start."""
         milliseconds = round(1000 * (3 * _STARTS + 1.25 * seconds * steps))
         trace = partial(self._profiler.trace, f"localhost:{self._port}", str(self._folder), milliseconds, 1)
         self._trace = ThreadPoolExecutor(1).submit(trace)
@@ -177,11 +178,14 @@ class _XlaSession:
         """Does nothing: the request ends after its duration."""
 
     def close(self) -> None:
+        """Waits for the trace; raises ValueError if there is none."""
         if self._trace is not None and (error := self._trace.exception()) is not None:
             raise ValueError(f"torch_xla's profiler recorded no trace: {error}") from error
 
 
 class _TorchSession:
+    """Traces with torch.profiler to trace.json, as `_XlaSession` does with torch_xla's profiler."""
+
     is_running = False
 
     def __init__(self, rt: Runtime, folder: Path) -> None:

@@ -82,9 +82,9 @@ class Profile:
         device: the device of the run, or of the prediction.
         replicas: number of shards of the batch.
         split: seconds of a step, by `timeline.BUCKETS`.
-        costs: of the operations.
-        recordings: of the replicas; empty if the profile is predicted.
-        trace: of rank 0; None if predicted.
+        costs: times of the operations, in no order.
+        recordings: recordings of the replicas; empty if the profile is predicted.
+        trace: trace of rank 0; None if predicted.
         compiled: the program; None if measured.
         folder: the folder with the trace; None if predicted.
     """
@@ -101,7 +101,7 @@ class Profile:
 
     @property
     def batch(self) -> BatchPlan:
-        """The batch of an update."""
+        """The sizes of an update's batch."""
         return batch_arithmetic(self.config, self.replicas)
 
     @property
@@ -116,11 +116,11 @@ class Profile:
         return sorted(advice, key=lambda one: -one.gain)
 
     def share(self, bucket: str) -> float:
-        """The share of a step in a bucket."""
+        """The share of a step that a bucket of `BUCKETS` takes, 0 to 1."""
         return self.split[bucket] / self.seconds
 
     def gain(self, seconds: float) -> float:
-        """The growth of tokens per second if a step were shorter by `seconds`."""
+        """The growth of tokens per second if a step were shorter by `seconds`, 0.1 for 10 %."""
         return self.seconds / (self.seconds - seconds) - 1
 
     def __str__(self) -> str:
@@ -141,6 +141,7 @@ class Profile:
 
 
 def _tables(p: Profile) -> dict[str, text_tables.Rows]:
+    """Returns the rows of the tables by title, without empty tables."""
     layers: dict[str, float] = defaultdict(float)
     for one in p.costs:
         if layer := one.name.rpartition("/")[0] if p.compiled else one.source:
@@ -173,6 +174,7 @@ def _short(name: str) -> str:
 
 
 def _notes(p: Profile) -> list[str]:
+    """Returns the lines below the tables."""
     if p.compiled is not None:
         return ["times are from the TPU compiler's cost model, not measured", f"the step {p.compiled}"]
     first = p.recordings[0]
@@ -185,9 +187,9 @@ def _notes(p: Profile) -> list[str]:
 
 
 def _timeline(p: Profile) -> Figure:
-    """Draws the host's phases and the devices' operations in the first step.
+    """Returns a figure of the host's phases and the devices' operations in the first step.
 
-    For a predicted profile, it draws the parts of a step one after another.
+    For a predicted profile, it shows the parts of a step one after another.
     """
     from matplotlib.figure import Figure
 
@@ -236,6 +238,7 @@ def _slow_parts(p: Profile) -> Iterator[Advice]:
 
 
 def _of_recordings(p: Profile) -> Iterator[Advice]:
+    """Yields advice on recompilation, host reads, padding and slow replicas, from the recordings."""
     first, data = p.recordings[0], p.config.data
     if count := first.counts.get("compiles", 0):
         shapes = "keep the shapes of the step's inputs; pass values that change by step as tensors"

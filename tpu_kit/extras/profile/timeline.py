@@ -49,7 +49,7 @@ class Event:
         end: seconds since the start of the trace.
         device: name of the device; empty for the host.
         source: file and line, or the scope in the model; empty if the trace has none.
-        step: number of the step, for phases.
+        step: number of the step, from 1, for phases; 0 for operations.
     """
 
     name: str
@@ -67,7 +67,7 @@ class Trace:
 
     Attributes:
         steps: number of steps.
-        events: of these steps, by start.
+        events: of these steps, by start; an event may begin before the window or end after it.
         window: start of the first step and end of the last, in seconds.
     """
 
@@ -79,7 +79,7 @@ class Trace:
         """Returns the seconds of a step by the names of `BUCKETS`, as the mean over devices.
 
         While a device computes, the time counts as device compute; while it only communicates, as exposed collectives.
-        The rest counts by the phase of the host.
+        The rest counts by the phase of the host, or as unexplained.
         """
         devices = sorted({one.device for one in self.events if one.device}) or [""]
         spent = np.zeros(len(BUCKETS))
@@ -98,13 +98,13 @@ class Trace:
         return dict(zip(BUCKETS, spent.tolist(), strict=True))
 
     def first(self) -> Span:
-        """Returns start and end of the first step."""
+        """Returns start and end of the first step, in seconds since the start of the trace."""
         phases = [one for one in self.events if one.kind == "phase"]
         return phases[0].start, next(one.end for one in phases if one.name == PHASES[-1])
 
 
 def read_trace(folder: Path, steps: int) -> Trace:
-    """Reads up to `steps` complete steps of the trace in a folder of `recorder.record`.
+    """Reads the first complete steps, at most `steps`, of the trace in a folder of `recorder.record`.
 
     Raises:
         ValueError: the trace is missing, cut short or of another version, or has no complete step.
@@ -137,7 +137,7 @@ def read_trace(folder: Path, steps: int) -> Trace:
 
 
 def _in_child(path: Path) -> list[Event]:
-    """Reads XPlane in another process, because jaxlib aborts the process if the file is damaged."""
+    """Reads XPlane in another process, which jaxlib aborts if the file is damaged; ValueError: it did."""
     done = run_child(["-m", "tpu_kit.extras.profile.timeline", str(path)], os.environ | {"JAX_PLATFORMS": "cpu"})
     if done.status:
         raise ValueError(f"{done.how}: {done.last_lines(1)}")
@@ -145,6 +145,7 @@ def _in_child(path: Path) -> list[Event]:
 
 
 def _xplane(path: Path) -> Iterator[Event]:
+    """Reads XPlane; on a CPU, XLA's operations are the device's events."""
     from jax.profiler import ProfileData
 
     for plane in ProfileData.from_file(str(path)).planes:
@@ -186,6 +187,7 @@ def _chrome(path: Path) -> Iterator[Event]:
 
 
 def _kind(name: str) -> str:
+    """Returns the kind of work of an operation, from its name."""
     if _COLLECTIVE.search(name):
         return "collective"
     if name.startswith("triton_"):  # a kernel of torch.compile, named after its fused operations, such as _to_copy

@@ -37,12 +37,14 @@ class Thought:
     """A step of the reasoning, or the root of the tree.
 
     Attributes:
-        text: of the step; for the root, the question.
-        score: of the chain that ends with this step.
-        depth: number of steps in the chain.
+        text: the text of the step; for the root, the question.
+        score: the score of the chain that ends with this step, higher is better; 0 for the root.
+        depth: number of steps in the chain; 0 for the root.
         done: whether the reasoning ended with this step.
-        answer: the answer of the chain, if the model has generated it.
+        answer: the answer of the chain; None if the model has not generated it.
         children: the proposals for the next step.
+        parent: the step before; None for the root.
+        tokens: ids of the prompt and the chain, with sum `logprob` in nats and number `length` for the chain.
     """
 
     text: str
@@ -72,9 +74,9 @@ class SearchResult:
     """The result of a search.
 
     Attributes:
-        answer: of the best chain.
+        answer: the answer of the best chain.
         best: the last step of the best chain.
-        root: of the tree.
+        root: the root of the tree.
         tokens: number of generated tokens, including answers and self-evaluation.
         nodes: number of steps in the tree.
         stopped: "done", or "tokens" if the token budget was exhausted.
@@ -88,7 +90,7 @@ class SearchResult:
     stopped: Stopped
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns values for JSON, with the tree as nested steps."""
+        """Returns answer, counts and the "tree" with nested "steps" for JSON; "chosen" marks the best chain."""
         path = {id(step) for step in self.best.chain}
 
         def plain(node: Thought) -> dict[str, Any]:
@@ -117,6 +119,7 @@ class SearchResult:
 
 
 def _line(node: Thought) -> str:
+    """Returns the text of a step on one line, with its answer if there is one."""
     return " ".join(node.text.split()) + (f"  = {node.answer}" if node.answer is not None else "")
 
 
@@ -127,7 +130,7 @@ def search(generator: Generator, question: str, options: SearchOptions | None = 
         generator: its `max_prompt` must hold the question and the longest chain, and its `max_new_tokens` the larger of
             thought_tokens and answer_tokens; the best `batch_size` is beam x thoughts_per_step.
         question: the user's text; the chat template renders it, if there is one.
-        options: of the search.
+        options: options of the search; None: the defaults.
 
     Raises:
         ValueError: a chain does not fit the generator, the token budget is below one level, or the scoring function
@@ -144,17 +147,18 @@ def think(
     adapter_dir: str | Path | None = None,
     chat: bool | None = None,
 ) -> SearchResult:
-    """Loads a model on one device, and answers a question by a tree of thoughts.
+    """Loads a model on one device, or its mesh, and answers a question by a tree of thoughts.
 
     Args:
         config: as in `answers.generate`; one replica runs, or the mesh.
         question: the user's text.
-        options: of the search.
+        options: options of the search; None: the defaults.
         adapter_dir: as in `answers.generate`.
-        chat: whether the chat template renders the question; None: if the adapter's tokenizer has a template.
+        chat: whether a chat template renders the question, with True the base model's if the adapter has none; None: if
+            the adapter's tokenizer has a template.
 
     Raises:
-        ValueError: as in `search` and `answers.generate`.
+        ValueError: as in `search` and `answers.generate`; or `model.images` is true.
         LaunchError: the replica failed.
     """
     if config.model.images:
@@ -166,6 +170,7 @@ def think(
 def _think_here(
     config: TrainConfig, adapter: Path | None, question: str, options: SearchOptions, chat: bool | None
 ) -> SearchResult:
+    """Loads the model in the replica and searches; see `think`."""
     asked: Prompt = [{"role": "user", "content": question}]
     model, tokenizer = load_here(config, adapter, runtime.current(), chat, [] if chat is False else [asked])
     if chat is False:
@@ -179,6 +184,8 @@ def _think_here(
 
 
 class _Search:
+    """A search; `tokens` and `nodes` count as in `SearchResult`. Raises ValueError if the budget is too small."""
+
     def __init__(self, generator: Generator, question: str, options: SearchOptions) -> None:
         self._generator, self._options, codec = generator, options, generator.codec
         self._tokenizer, self._data, self._ids = codec.tokenizer, codec.data, codec.plain
@@ -203,6 +210,7 @@ class _Search:
         return prompt if codec.opens_reasoning(prompt) else [*prompt, *self._ids(opening)]
 
     def run(self) -> SearchResult:
+        """Extends the tree until the best chains have ended or the budget is spent; see `search`."""
         stopped: Stopped = "done"
         frontier = [self.root]
         while frontier:
@@ -231,7 +239,7 @@ class _Search:
         return any(node.score > best[-1] for node in frontier)
 
     def _expand(self, nodes: Sequence[Thought]) -> list[Thought]:
-        """Proposes the next steps of all nodes as a batch, and scores them."""
+        """Adds proposals for the next steps to all nodes, as a batch; returns them, scored, without duplicates."""
         sampling = Sampling(
             self._options.thought_tokens, self._options.temperature, stop=("\n",), seed=self._options.seed + self._level
         )
@@ -266,6 +274,7 @@ class _Search:
         return reply.finish_reason == "length" or "\n" in self._tokenizer.decode(list(reply.tokens[-1:]))
 
     def _scores(self, children: Sequence[Thought]) -> list[float]:
+        """Returns the scores of the chains that end with `children`; raises ValueError for a failing function."""
         how = self._options.score
         if how == "logprob":
             return [child.logprob / child.length for child in children]
@@ -290,19 +299,20 @@ class _Search:
         return scores
 
     def _judged(self, child: Thought) -> Prompt:
+        """Returns the prompt that asks whether the steps of a chain are right."""
         steps = "\n".join(child.steps)
         asked = f"{self.root.text}\n\n{steps}\n\nAre these steps right so far? Answer yes or no."
         return [{"role": "user", "content": asked}] if self._tokenizer.chat_template else f"{asked} Answer: "
 
     def _closing(self, node: Thought) -> list[int]:
-        """Returns the tokens that close a chain's reasoning, if it is open."""
+        """Returns the tokens that close a chain's reasoning; empty if it is closed."""
         if self._data.think_close in node.text:
             return []
         within = "\n" not in self._tokenizer.decode(list(node.tokens[-1:]))
         return self._ids("\n" * within + f"{self._data.think_close}\n")
 
     def _answer(self, frontier: Sequence[Thought], stopped: Stopped) -> SearchResult:
-        """Generates the answers of the best chains as a batch."""
+        """Generates the answers of the best ended chains, or else of the best open chains; returns the result."""
         chains = sorted(self._ended or frontier, key=lambda node: -node.score)[: self._options.beam]
         room = max(1, (self._options.max_tokens - self.tokens) // self._options.answer_tokens)
         chains = chains[:room]

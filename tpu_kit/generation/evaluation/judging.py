@@ -52,16 +52,13 @@ def judge_all(
     verifier: str | Verifier,
     stop: Callable[[], bool] = lambda: False,
 ) -> list[Verdict]:
-    """Judges replies: a rule runs in child processes, a user's function in the main thread without a time limit.
+    """Returns a verdict per reply; a rule runs in child processes, a function in the main thread without a time limit.
 
     Args:
         replies: pairs of a row and a reply's text, as for `judge`.
         config: the data section.
         verifier: from `verifier_named`.
         stop: as in `Judges.judge`, with its error.
-
-    Returns:
-        A verdict for every reply, in order.
     """
     if callable(verifier):
         with cpu_simulation.unhurried():

@@ -31,8 +31,8 @@ class Verdict:
     """The judgement of a reply.
 
     Attributes:
-        correct: whether the reply is correct; None if it was not judged: without an answer in the row, or by an error.
-        error: the verifier's error as "CLASS: TEXT", or "".
+        correct: whether the reply is correct; None if not judged: no answer in the row, None of a function, an error.
+        error: the text of the verifier's error, or "".
     """
 
     correct: bool | None
@@ -74,7 +74,7 @@ def judge(row: Mapping[str, Any], text: str, config: DataConfig, verifier: str |
             the user's function reads.
         text: the reply, with its reasoning. A reply that ends within its reasoning is wrong.
         config: the data section.
-        verifier: from `verifier_named`.
+        verifier: from `verifier_named`; of a number, only 1 is correct, and more than 1 is an error.
     """
     answer = text.rpartition(config.think_close)[2]
     try:
