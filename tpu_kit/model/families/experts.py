@@ -3,8 +3,8 @@
 On XLA, it computes experts in tiles of rows sorted by expert (see `xla.grouped`). Elsewhere it calls transformers' own
 function. Router, shared experts and gates keep the model's code.
 
-`prepare` brings frozen experts to the prepared layout: weights (E, O, I), gates before ups, and widths that are
-multiples of 128. Prepared weights may be integers in the layout of `quantization` with a leading dimension E. Their
+`prepare` brings frozen experts to the prepared layout: weights (E, O, I), gates before ups, and widths above 128 padded
+to multiples of 128. Prepared weights may be integers in the layout of `quantization` with a leading dimension E. Their
 scales are buffers with the suffix "_scale"; int4 has padded groups (`shape.scale_groups`).
 """
 
@@ -33,21 +33,21 @@ _LANES = 128
 
 
 def modules_of(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
-    """Yields the names and experts modules of a model: the modules with transformers' decorator."""
+    """Yields (path, module) of the experts of a model: modules with transformers' `use_experts_implementation`."""
     for name, part in model.named_modules():
         if hasattr(part, "is_concatenated") and hasattr(part, "_apply_gate"):
             yield name, part
 
 
 def connect(model: Any, frozen: bool) -> None:
-    """Makes a model compute its experts by `experts_forward`, and its routers in their own precision.
+    """Makes a model compute its experts by `experts_forward`, and its routers without autocast.
 
     Args:
-        model: transformers model, changed in place.
+        model: transformers model, changed in place; a model without experts does not change.
         frozen: whether the experts are frozen; if so, they get the prepared layout.
 
     Raises:
-        ValueError: the router draws random numbers.
+        ValueError: the router draws random numbers (router_jitter_noise is not 0).
     """
     found = list(modules_of(model))
     if not found:
@@ -70,7 +70,7 @@ def connect(model: Any, frozen: bool) -> None:
 
 
 def check_trained(model: torch.nn.Module, device_type: str) -> None:
-    """Raises ValueError if weights of experts are trained on XLA."""
+    """Raises ValueError on "tpu" and "xla-cpu" if weights or biases of experts (not their adapters) are trained."""
     if device_type in ("tpu", "xla-cpu") and any(
         weight.requires_grad for _, part in modules_of(model) for weight in part.parameters()
     ):
@@ -82,7 +82,7 @@ def check_trained(model: torch.nn.Module, device_type: str) -> None:
 
 @cache
 def _precise(kind: Any) -> Any:
-    """Returns a subclass of a router class that runs without autocast, because many routers need fp32."""
+    """Makes a subclass, once per router class, that runs without autocast, because many routers need fp32."""
 
     def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         device = hidden_states.device.type
@@ -93,9 +93,10 @@ def _precise(kind: Any) -> Any:
 
 
 def routers_of(model: torch.nn.Module) -> set[str]:
-    """Returns the names of linear layers that select or weight experts: routers and gates of shared experts.
+    """Returns the paths of linear layers that select or weight experts: routers and gates of shared experts.
 
-    These layers get neither quantization nor adapters.
+    Their names end in "gate", or the class of their parent in "Router". They get neither quantization nor adapters. A
+    model without experts has none.
     """
     if not any(True for _ in modules_of(model)):
         return set()
@@ -108,10 +109,11 @@ def routers_of(model: torch.nn.Module) -> set[str]:
 
 
 def targets_for_peft(model: Any, names: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Returns PEFT's target_modules and target_parameters for the linear layers of a mixture that end in `names`.
+    """Returns PEFT's target_modules and target_parameters for the linear layers of a model that end in `names`.
 
     In the families of Qwen2-MoE and Mixtral, PEFT takes some names for names of experts. Linear layers with such names,
-    for example in shared experts, are adapted as parameters.
+    for example in shared experts, are adapted as parameters: the second list has "parent.name.weight", without routers.
+    For other models, the first list has all names, sorted, and the second is empty.
     """
     from peft import LoraConfig as PeftLoraConfig
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
@@ -131,7 +133,7 @@ def targets_for_peft(model: Any, names: Iterable[str]) -> tuple[list[str], list[
 def experts_forward(
     self: Any, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
 ) -> torch.Tensor:
-    """Computes the weighted sum of each token's experts; transformers calls it.
+    """Computes the weighted sum of each token's experts; transformers calls it. On "meta", only the shape is right.
 
     Args:
         self: the experts module.
@@ -169,7 +171,7 @@ def experts_forward(
 
 
 def tiles_for(pairs: int, experts: int) -> Tiles:
-    """Chooses the tiles for the (token, expert) pairs of a batch."""
+    """Chooses tiles for `pairs`, the number of (token, expert) pairs on all devices of the mesh together."""
     mesh, shards = active_mesh(), 0
     if mesh.size > 1 and in_place.get():
         shards = mesh.fsdp if experts % mesh.fsdp == 0 else 1
@@ -182,7 +184,7 @@ def tiles_for(pairs: int, experts: int) -> Tiles:
 def _linear(
     self: Any, name: str, rows: torch.Tensor, at: TileLayout, tiles: Tiles, weight: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Multiplies rows with the experts' weight `name`; adds adapters, and biases times the rows' `weight`."""
+    """Maps rows (R, I) to (R, O) by the weight `name`; adds adapters, and biases times the rows' `weight` (R, 1)."""
     scheme, stored = getattr(self, "scheme", None), [getattr(self, name)]
     if tiles.kernel and scheme is not None:
         tiles = tiles._replace(bits=scheme.bits, group=scheme.group)
@@ -206,11 +208,12 @@ def _linear(
 
 
 def _by_tile(rows: torch.Tensor, tiles: Tiles) -> torch.Tensor:
+    """Returns rows (R, ...) as (tiles, rows of a tile, ...)."""
     return rows.unflatten(0, (-1, tiles.rows))
 
 
 class _Gather(torch.autograd.Function):
-    """`grouped.rows_of` if `forwards`, else `sums_of`. Either is the other's gradient, with the other index."""
+    """`grouped.rows_of` with `index` if `forwards`, else `sums_of`. The gradient is the other function with `back`."""
 
     @staticmethod
     def forward(ctx: Any, tensor: Any, index: Any, back: Any, tiles: Tiles, forwards: bool) -> torch.Tensor:
@@ -226,7 +229,7 @@ class _Gather(torch.autograd.Function):
 
 
 class _Product(torch.autograd.Function):
-    """The product with frozen weights, whose backward pass needs only the weights."""
+    """`grouped.product` of rows with frozen weights; `given` has the five tensors of `TileLayout`, weight and scale."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, tiles: Tiles, *given: torch.Tensor) -> torch.Tensor:
@@ -246,12 +249,12 @@ class _Product(torch.autograd.Function):
 
 
 def parameters_of(model: torch.nn.Module) -> list[str]:
-    """Returns the suffixes of the names of all experts' weights, for PEFT's `target_parameters`."""
+    """Returns PEFT's `target_parameters` for all experts, such as ["experts.down_proj", "experts.gate_up_proj"]."""
     return sorted({f"{path.rpartition('.')[2]}.{name}" for path, part in modules_of(model) for name in names_of(part)})
 
 
 def with_adapters(model: Any, settings: Any) -> torch.nn.Module:
-    """Returns a `PeftModel` with the adapters of PEFT's settings, including adapters of `target_parameters`.
+    """Returns a `PeftModel` around `model`, changed in place, with fp32 adapters of PEFT's `LoraConfig` `settings`.
 
     PEFT sees experts with the shapes of their files, so adapters keep PEFT's names and layout. For prepared experts,
     `experts_forward` applies the adapters, because PEFT would add their product to the weights of all experts. Linear
@@ -287,7 +290,7 @@ def with_adapters(model: Any, settings: Any) -> torch.nn.Module:
 
 @contextlib.contextmanager
 def _as_in_files(experts: Any) -> Iterator[None]:
-    """Returns a context in which an experts module has parameters with the shapes of its files, without memory."""
+    """Returns a context in which prepared experts have parameters with the shapes of their files, without memory."""
     kept = [(held, name, held.pop(name)) for name in names_of(experts)
             for held in (experts._parameters, experts._buffers) if name in held]  # fmt: skip
     turned = experts.is_transposed
@@ -307,7 +310,7 @@ def _as_in_files(experts: Any) -> Iterator[None]:
 
 @cache
 def _wrapper(kind: Any) -> Any:
-    """Returns a subclass of PEFT's parameter wrapper that leaves prepared experts to `experts_forward`."""
+    """Makes a subclass of a PEFT `ParamWrapper` class that leaves prepared experts to `experts_forward`."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if hasattr(self.get_base_layer(), "form"):
@@ -318,7 +321,7 @@ def _wrapper(kind: Any) -> Any:
 
 
 def _low_rank(self: Any, name: str, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Returns a weight's adapter in the prepared layout, (E, r, I) and scaled (E, r, O); None without an adapter."""
+    """Returns A (E, r, I) and scaled B (E, r, O) of a weight, in the prepared layout; None without enabled adapter."""
     wrapper = self.__dict__.get("adapters", {}).get(name)
     if wrapper is None or wrapper.disable_adapters:
         return None
@@ -349,20 +352,20 @@ def names_of(experts: Any) -> list[str]:
 
 
 def _dequantized(self: Any, name: str, dtype: torch.dtype) -> torch.Tensor:
-    """Dequantizes a weight to floats (E, O, I)."""
+    """Dequantizes the weight `name` of quantized experts to floats (E, O, I) of `dtype`."""
     stored = zip(getattr(self, name), getattr(self, f"{name}_scale"), strict=True)
     return torch.stack([floats_of(self.scheme, *each, dtype) for each in stored])
 
 
 def floats_of(scheme: Any, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Dequantizes the integers of an expert to floats (O, I)."""
+    """Dequantizes the result of `quantize`, a single expert's, to floats (O, I) of `dtype`."""
     if scheme.bits == 4:
         scale = scale.unflatten(1, (2, -1))[:, :, : len(weight) // scheme.group].flatten(1, 2)
     return torch.cat(scheme.parts(weight, scale, dtype), 1)
 
 
 def quantize(scheme: Any, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantizes an expert's weight (O, I) to integers and scales; int4 scales have `shape.scale_groups` groups."""
+    """Quantizes one expert's prepared weight (O, I) to integers and scales; int4 has `shape.scale_groups` groups."""
     integers, scale = scheme.quantize(weight)
     if scheme.bits == 4:
         more = (scale_groups(weight.shape[1], scheme.group) - scale.shape[1]) // 2
@@ -371,7 +374,10 @@ def quantize(scheme: Any, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Ten
 
 
 def _plain(self: Any, hidden_states: torch.Tensor) -> Any:
-    """Copies experts for transformers' code: dequantized, adapters merged, in `hidden_states`' dtype and width."""
+    """Returns a copy of prepared experts for transformers' code: dequantized, adapters merged, hidden size unpadded.
+
+    Dequantized or merged weights have autocast's dtype, else the dtype of `hidden_states`. Other experts: themselves.
+    """
     if not hasattr(self, "form"):
         return self
     alike, kind = copy.copy(self), hidden_states.device.type
@@ -400,9 +406,9 @@ class _Form(NamedTuple):
     Attributes:
         turned: whether files have (E, I, O).
         parted: whether files interleave gates and ups.
-        halves: parts of the first product, gates and ups: 1 or 2.
-        pads: zeros added to the hidden size and the inner size.
-        sizes: shape in files, by name of the weight.
+        halves: parts of the first product: 2 for gates and ups, 1 for experts without gates.
+        pads: numbers of zeros added to the hidden size and to the inner size.
+        sizes: shape in files, with E, by name of the weight.
     """
 
     turned: bool
@@ -413,7 +419,7 @@ class _Form(NamedTuple):
 
 
 def prepare(experts: Any) -> None:
-    """Brings frozen weights of an experts module to the prepared layout, in place.
+    """Brings frozen weights of an experts module to the prepared layout, in place; a second call does nothing.
 
     The TPU compiler takes minutes for a kernel with blocks of 2,880 columns, and half a minute for 2,944. Padded gates
     and ups are zero, and so are their products.
@@ -435,7 +441,7 @@ def prepare(experts: Any) -> None:
 
 
 def shaped_names(experts: Any) -> list[str]:
-    """Returns the names of an experts module's weights and biases."""
+    """Returns the names of an experts module's two weights and, if it has biases, "NAME_bias"."""
     return [name + end for name in names_of(experts) for end in ("", *["_bias"] * experts.has_bias)]
 
 
@@ -451,7 +457,7 @@ def shaped(experts: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def replace(experts: Any, scheme: Any) -> None:
-    """Replaces an experts module's weights by empty integers and scales."""
+    """Prepares experts, and replaces their weights by uninitialized buffers NAME and NAME_scale of a `Scheme`."""
     prepare(experts)
     for name in names_of(experts):
         weight = getattr(experts, name)
@@ -467,7 +473,7 @@ def replace(experts: Any, scheme: Any) -> None:
 
 
 def count_integers(model: torch.nn.Module) -> int:
-    """Returns the number of quantized weights in a model's experts; stacked layers count fully."""
+    """Returns the number of quantized weights in a model's experts; all layers of a stack count. 0 if not quantized."""
     stored = [(part, getattr(part, name)) for _, part in modules_of(model) if hasattr(part, "scheme")
               for name in names_of(part)]  # fmt: skip
     return sum(weight.numel() * 8 // part.scheme.bits for part, weight in stored)

@@ -90,7 +90,7 @@ class InputWork:
 
 
 def inputs_of(config: TrainConfig) -> InputWork | None:
-    """Returns the image inputs of a run's rows; None if the run has no images."""
+    """Returns the image inputs of a run's rows, None without images; raises ValueError for an unsupported family."""
     data = config.data
     if not config.model.images:
         return None
@@ -99,6 +99,7 @@ def inputs_of(config: TrainConfig) -> InputWork | None:
 
 @lru_cache(32)
 def _inputs_of(model: ModelConfig, length: int, room: int | None, tokens: int | None, trains: bool) -> InputWork:
+    """Like `inputs_of`; `room` None: as many images as fit in `length` tokens; `tokens` None: the family's default."""
     from tpu_kit.model.families import vision  # loads torch
 
     settings, shape = settings_of(model), shape_of(model)

@@ -47,7 +47,7 @@ def delta_step(
     segment: torch.Tensor,
     before: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes the gated delta rule (arXiv 2412.06464) for a chunk.
+    """Computes the gated delta rule (arXiv 2412.06464) for a chunk of C tokens; normalizes query and key first.
 
     Args:
         state: (B, H, K, V) fp32, before the chunk.
@@ -84,7 +84,10 @@ def mamba_step(
     segment: torch.Tensor,
     before: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes Mamba 2 (arXiv 2405.21060) for a chunk, like `delta_step`, from Mamba's x * dt, B, C and A * dt."""
+    """Computes Mamba 2 (arXiv 2405.21060) for a chunk; shapes and result are like `delta_step`'s, without normalizing.
+
+    In Mamba's terms, `given` is x * dt (B, C, H, P), `key` is B and `query` C (B, C, G, N), and `decay` is A * dt.
+    """
     given, key, query = (_by_head(one, given.shape[2]) for one in (given, key, query))
     decay = decay.float().transpose(1, 2)
     place = torch.arange(decay.shape[-1], device=decay.device)
@@ -105,6 +108,7 @@ def _by_head(tensor: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def _unit(tensor: torch.Tensor) -> torch.Tensor:
+    """Divides vectors (..., D) by their Euclidean norm."""
     return tensor * torch.rsqrt((tensor * tensor).sum(-1, keepdim=True) + _EPSILON)
 
 
@@ -143,6 +147,8 @@ def unit_lower_inverse(strict: torch.Tensor) -> torch.Tensor:
 
 
 class _Inverse(torch.autograd.Function):
+    """`unit_lower_inverse`, which saves only its result."""
+
     @staticmethod
     def forward(ctx: Any, strict: torch.Tensor) -> torch.Tensor:
         size = strict.shape[-1]
@@ -168,7 +174,10 @@ class _Inverse(torch.autograd.Function):
 def _over_chunks(
     step: Step, sizes: tuple[int, int, int], dtype: torch.dtype, tensors: Tensors, segment_ids: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the outputs (B, S, H, V) in `dtype`, and the last state (B, H, K, V) in fp32; `sizes` are (H, K, V)."""
+    """Returns the outputs (B, S, H, V) in `dtype` and the last state (B, H, K, V) in fp32 of a loop over chunks.
+
+    `sizes` are (H, K, V); `tensors` (B, S, ...) are the inputs of `step` after its state; `segment_ids` is (B, S).
+    """
     batch, length = segment_ids.shape
     if (recorded := sizes_of_states.get()) is not None:
         recorded.append(sizes)
@@ -197,7 +206,7 @@ def _over_chunks(
 
 
 class _Conv(torch.autograd.Function):
-    """Saves only the inputs, and computes gradients as shifted products too, which XLA fuses into one kernel."""
+    """The convolution of `_conv`; saves only its inputs. Gradients are shifted products too, which XLA fuses."""
 
     @staticmethod
     def forward(
@@ -232,6 +241,7 @@ class _Conv(torch.autograd.Function):
 def _convolved(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, segment_ids: torch.Tensor | None
 ) -> torch.Tensor:
+    """Returns the convolution of `_conv` before its activation, in fp32; without segment ids, a row is a document."""
     factors = weight.float().flip(1)
     found = hidden.float() * factors[:, :1]
     for back in range(1, min(weight.shape[1], hidden.shape[2])):
@@ -240,7 +250,7 @@ def _convolved(
 
 
 def _shifted(tensor: torch.Tensor, back: int, segment_ids: torch.Tensor | None) -> torch.Tensor:
-    """Returns the values of (B, D, S) `back` tokens earlier (later if negative); 0 if from another document."""
+    """Returns the values of (B, D, S) `back` tokens earlier (later if negative); 0 outside of the document or row."""
     sides, kept = (max(back, 0), max(-back, 0)), slice(max(-back, 0), tensor.shape[2] - max(back, 0))
     if back == 0:
         return tensor
@@ -252,6 +262,7 @@ def _shifted(tensor: torch.Tensor, back: int, segment_ids: torch.Tensor | None) 
 
 
 def _activated(tensor: torch.Tensor, name: str | None) -> torch.Tensor:
+    """Applies transformers' activation function `name`; None applies none."""
     from transformers.activations import ACT2FN
 
     return tensor if name is None else ACT2FN[name](tensor)
@@ -264,7 +275,8 @@ def connect(model: torch.nn.Module, frozen: bool = True) -> None:
     """Makes the layers of a transformers model call the functions of this module; a second call does nothing.
 
     The functions are globals of the modules that define the layers, so other models of the family get them too. In a
-    call without segment ids and without the kit's cache, transformers' own function runs, except on XLA.
+    call without segment ids and without the kit's cache, transformers' own function runs, except on XLA. `frozen` has
+    no effect.
     """
     for module in map(sys.modules.__getitem__, {type(part).__module__ for part in model.modules()}):
         for name, function in _FUNCTIONS.items():
@@ -276,10 +288,10 @@ def connect(model: torch.nn.Module, frozen: bool = True) -> None:
 
 
 def _documents(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
-    """Returns the segment ids of a call for (B, S, ...), and in a prefill the mask (B, S) of tokens without padding.
+    """Returns segment ids (B, S) for a call with (B, S, ...), and in a prefill the mask (B, S) of tokens, else None.
 
-    None means that transformers' own function runs. In a prefill, a row is one document, and the padding at its end
-    must not change the state.
+    None instead of the pair means that transformers' own function runs: without segment ids, cache or XLA. In a
+    prefill, a row is one document, and the padding at its end must not change the state.
     """
     inputs = layer_inputs.current()
     segment_ids, cache = inputs.visibility.segment_ids, inputs.cache
@@ -297,7 +309,10 @@ def _delta(
     own: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, g: torch.Tensor, beta: torch.Tensor,
     **options: Any,
 ) -> Any:  # fmt: skip
-    """Computes the gated delta rule over rows; for the shapes see `delta_step`, with S tokens for C."""
+    """Returns outputs in the dtype of `value`, and the last state, of the gated delta rule over rows.
+
+    For the shapes see `delta_step`, with S tokens for C. Raises ValueError for an initial state or unnormalized keys.
+    """
     documents = _documents(value)
     if documents is None:
         return own(query, key, value, g=g, beta=beta, **options)
@@ -314,7 +329,11 @@ def _mamba2(
     own: Any, hidden: torch.Tensor, dt: torch.Tensor, rates: torch.Tensor, key: torch.Tensor, query: torch.Tensor,
     **options: Any,
 ) -> Any:  # fmt: skip
-    """Computes Mamba 2 for x (B, S, H, P), dt (B, S, H), A (H,), B and C (B, S, G, N); its state is (B, H, P, N)."""
+    """Computes Mamba 2 for x (B, S, H, P), dt (B, S, H), A (H,), B and C (B, S, G, N), in this order.
+
+    Returns outputs like x in fp32; with return_final_states also the state (B, H, P, N). Raises ValueError for an
+    initial state or a gate z.
+    """
     documents = _documents(hidden)
     if documents is None:
         return own(hidden, dt, rates, key, query, **options)
@@ -337,7 +356,7 @@ def _mamba2(
 def _mamba2_step(
     own: Any, *tensors: torch.Tensor, dt_bias: torch.Tensor | None = None, dt_softplus: bool = False, **options: Any
 ) -> Any:
-    """Clamps the time step as in a prefill; transformers' layers omit this in a decode step."""
+    """Calls transformers' decode step `own` with dt clamped to the cache's `time_limits`, if set, as in a prefill."""
     cache = layer_inputs.current().cache
     if cache is not None and cache.time_limits is not None:
         state, hidden, dt, *rest = tensors
@@ -354,11 +373,11 @@ def _conv(
     """Computes a depthwise causal convolution within the bound documents, as shifted products in fp32.
 
     Args:
-        own: transformers' function.
+        own: transformers' function; runs instead in a call without segment ids, except on XLA.
         hidden: (B, D, S).
         weight: (D, taps); the last tap multiplies the token itself.
-        bias: (D,).
-        activation: transformers' name of the activation after the convolution.
+        bias: (D,), or None.
+        activation: transformers' name of the activation after the convolution; None for no activation.
         **options: options of transformers' function.
 
     Returns:

@@ -63,7 +63,7 @@ INPUTS = {"image_index": "tpu_kit.model.families.vision"}
 
 
 def _modules_for(model: torch.nn.Module) -> Iterator[Any]:
-    """Yields the modules of a model's families."""
+    """Imports and yields the kit's modules of a model's families, in the order of `FAMILIES`."""
     defining = {type(part).__module__ for part in model.modules()} & sys.modules.keys()
     there = {name for module in defining for name in vars(sys.modules[module])}
     config: Any = getattr(model, "config", None)
@@ -101,12 +101,12 @@ def set_attention(model: PreTrainedModel, implementation: str) -> None:
 
 
 def loop_layers(model: torch.nn.Module, optim: OptimConfig, device_type: str) -> None:
-    """Makes families' layers outside of the decoder loops, on devices where the decoder's layers are loops."""
+    """Turns layers outside of the decoder (towers) into loops, in place, on devices where decoder layers are loops."""
     _call(model, "loop_layers", optim, device_type)
 
 
 def _call(model: torch.nn.Module, function: str, *arguments: Any) -> list[Any]:
-    """Calls a function of all family modules that have it, and returns the results."""
+    """Calls `function(model, *arguments)` of the model's family modules that have it; returns the list of results."""
     modules = [module for module in _modules_for(model) if hasattr(module, function)]
     return [getattr(module, function)(model, *arguments) for module in modules]
 
@@ -115,6 +115,8 @@ def decoder_inputs(
     model: torch.nn.Module, batch: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any], tuple[torch.Tensor, ...]]:
     """Returns a decoder's arguments for a batch, arguments of `Visibility`, and `LayerInputs.additions`.
+
+    Without a column in `INPUTS`, these are the batch's input_ids, {} and ().
 
     Args:
         model: transformers model without PEFT's wrapper.

@@ -71,7 +71,8 @@ def sizes_of(config: Any, tokens: int | None = None) -> Sizes:
 
     Args:
         config: configuration of transformers, with a vision_config.
-        tokens: maximum of soft tokens of an image, if the family lets it be chosen; None: the family's default.
+        tokens: maximum of soft tokens of an image; None: the family's default. Ignored in Gemma 3, SmolVLM and
+            Idefics 3; at most 256, of a tile, in LFM2-VL.
 
     Raises:
         ValueError: the kit does not train images of this family.
@@ -99,12 +100,12 @@ def sizes_of(config: Any, tokens: int | None = None) -> Sizes:
 
 
 def columns(config: Any, images: int, length: int, tokens: int | None = None) -> dict[str, Shape]:
-    """Returns shape and dtype of each image tensor of a row of `length` tokens with `images` slots."""
+    """Returns name -> (shape, dtype) of the image tensors of a row; `images` slots; for `tokens` see `sizes_of`."""
     return columns_of(sizes_of(config, tokens), images, length)
 
 
 def columns_of(sizes: Sizes, images: int, length: int) -> dict[str, Shape]:
-    """Returns `columns` for images of the given sizes."""
+    """Returns `columns` of a row of `length` tokens with `images` slots, for images of the given sizes."""
     found: dict[str, Shape] = {"pixels": ((images, sizes.patches, sizes.numbers), torch.uint8)}
     if sizes.positions:
         found["patch_positions"] = ((images, sizes.patches, 2), torch.int32)
@@ -114,7 +115,10 @@ def columns_of(sizes: Sizes, images: int, length: int) -> dict[str, Shape]:
 
 
 def check_rows(config: Any, tokens: int, length: int) -> None:
-    """Checks that images of `tokens` soft tokens fit into rows of `length`; raises ValueError if they do not."""
+    """Raises ValueError if images of `tokens` soft tokens do not fit into rows of `length`, or rows are too long.
+
+    Rows are too long, in models whose image tokens see each other, if both numbers have over 31 bits together.
+    """
     if tokens > length:
         raise ValueError(
             f"data.max_length={length}: an image takes up to {tokens} tokens; raise it, or lower data.image_tokens"
@@ -128,8 +132,8 @@ def axis_positions(image: np.ndarray, slots: Sequence[int], positions: np.ndarra
 
     Args:
         image: (S,) bool, true for soft tokens of images.
-        slots: number of soft tokens per image.
-        positions: (images, P, 2) column and row of each patch.
+        slots: number of soft tokens of each image in the document.
+        positions: (images, P, 2) integers, column and row of each patch; the patches of a soft token are adjacent.
         merge: side of a soft token in patches.
     """
     found = np.empty((3, len(image)), dtype=np.int32)
@@ -146,7 +150,11 @@ def axis_positions(image: np.ndarray, slots: Sequence[int], positions: np.ndarra
 
 
 def in_rows(pixels: torch.Tensor, positions: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Returns transformers' LFM2-VL inputs from pixels (N, P, numbers) in [0, 1] and positions (N, P, 2)."""
+    """Returns transformers' LFM2-VL inputs, patches in row order, for pixels (N, P, numbers) in [0, 1].
+
+    `positions` (N, P, 2) are column and row, -1 for padding. Keys: pixel_values, pixel_attention_mask (N, P) and
+    spatial_shapes (N, 2), rows and columns.
+    """
     valid = (positions >= 0).all(-1)
     place = torch.where(valid, positions[..., 1] * valid.shape[1] + positions[..., 0], valid.shape[1] ** 2)
     values = ((pixels - 0.5) / 0.5).gather(1, place.argsort(1)[..., None].expand_as(pixels))
@@ -158,7 +166,7 @@ def in_rows(pixels: torch.Tensor, positions: torch.Tensor) -> dict[str, torch.Te
 
 
 def connect(model: torch.nn.Module, frozen: bool) -> None:
-    """Registers the attention of towers in transformers; see `registry`."""
+    """Registers towers' attention in transformers; makes the first text layers add DeepStack's features, in place."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -171,7 +179,7 @@ def connect(model: torch.nn.Module, frozen: bool) -> None:
 
 
 def own_attention(model: Any) -> dict[str, str]:
-    """Returns the name of the tower's attention function by the name of its configuration, `vision_config`."""
+    """Returns {"vision_config": name of the tower's attention}; without a tower, the name is as configured."""
     config = model.config.vision_config
     if encoder_of(model) is None:
         return {"vision_config": config._attn_implementation}
@@ -179,7 +187,7 @@ def own_attention(model: Any) -> dict[str, str]:
 
 
 def loop_layers(model: torch.nn.Module, optim: OptimConfig, device_type: str) -> None:
-    """Replaces the layers of a tower by a loop, on devices where the decoder's layers are a loop."""
+    """Replaces a tower's layers by a loop with remat=full where decoders have loops; a second call does nothing."""
     base: Any = base_model(model)
     encoder = encoder_of(base)
     if encoder is not None and not isinstance(decoder_layers(encoder)[1], ScannedLayers):
@@ -192,10 +200,12 @@ def loop_layers(model: torch.nn.Module, optim: OptimConfig, device_type: str) ->
 def decoder_inputs(
     model: Any, batch: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any], tuple[torch.Tensor, ...]]:
-    """Computes the embeddings of a batch with images; see `registry.decoder_inputs`.
+    """Computes the decoder's inputs for a batch with images; see `registry.decoder_inputs`.
 
-    If the tokens of an image see each other, the second value has `ahead`. In Gemma 3 they do in all layers, in Gemma 4
-    in the layers with a window, as in Google's code and vLLM.
+    The first value has inputs_embeds and, depending on the family, position_ids and per_layer_inputs; no input_ids. If
+    the tokens of an image see each other, the second value has `ahead`, `most_ahead` and `everywhere`, otherwise it is
+    empty. In Gemma 3 they do in all layers, in Gemma 4 in the layers with a window, as in Google's code and vLLM. The
+    third value has DeepStack's additions, (B, S, H), 0 at text; empty in other families.
     """
     ids, index, text = batch["input_ids"], batch["image_index"], model.config.get_text_config()
     seen = index >= 0
@@ -221,7 +231,7 @@ def decoder_inputs(
 
 
 def tokens_of(config: Any, patches: int) -> int:
-    """Returns the number of soft tokens of an image with `patches` patches, padding included."""
+    """Returns the number of soft tokens of a slot with `patches` patches, padding included; fixed in Gemma 3."""
     vision = config.vision_config
     if config.model_type == "gemma3":
         return int(config.mm_tokens_per_image)
@@ -234,9 +244,10 @@ def tokens_of(config: Any, patches: int) -> int:
 
 
 def _taken(found: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Returns the features at each token's index, (B, S, H); XLA multiplies by one-hot rows.
+    """Returns the features (B, S, H) at each token's index among `found` (B, K * T, H); any values where it is -1.
 
-    XLA gathers along the tokens element by element, which moves hundreds of gigabytes. The one-hot product is exact.
+    XLA multiplies by one-hot rows, which is exact: it gathers along the tokens element by element, which moves hundreds
+    of gigabytes.
     """
     if found.device.type != "xla":
         return found.gather(1, index.clamp(min=0).long()[..., None].expand(-1, -1, found.shape[-1]))
@@ -247,7 +258,8 @@ def _taken(found: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 def features(model: Any, batch: Mapping[str, torch.Tensor], tokens: int) -> list[torch.Tensor]:
     """Computes the features of all images of a batch, each (B, K * tokens, H); features of padding have no meaning.
 
-    The first tensor holds embeddings; further tensors are added to the outputs of the text model's first layers.
+    The first tensor holds embeddings; further tensors (DeepStack) are added to the outputs of the first text layers.
+    The tower has no gradients; a projector has them if it is trained. `tokens` is the result of `tokens_of`.
     """
     rows = batch["pixels"].shape[0]
     pixels = batch["pixels"].flatten(0, 1).float() * (1 / 255)  # the processors' fp32, bit for bit
@@ -263,7 +275,7 @@ def features(model: Any, batch: Mapping[str, torch.Tensor], tokens: int) -> list
 
 
 def projectors_of(model: Any) -> list[Any]:
-    """Returns the projectors, which map states of the tower into the text model's hidden space."""
+    """Returns the modules that map tower states to the text model's hidden size: for embeddings, then for DeepStack."""
     path = TOWERS[model.config.model_type].projector
     further = [f"visual.deepstack_merger_list.{n}" for n, _ in enumerate(deep_layers(model.config.vision_config))]
     return [model.model.get_submodule(one) for one in (path, *further)]
@@ -288,7 +300,7 @@ class _Adding(torch.nn.Module):
 
 
 def encoder_of(model: Any) -> Any:
-    """Returns the tower's module that holds its list of layers; None for a model without a tower."""
+    """Returns the tower's module that holds its layers, for a model without PEFT's wrapper; None without a tower."""
     path = TOWERS[model.config.model_type].encoder
     return model.model.get_submodule(path) if path else None
 
@@ -330,13 +342,13 @@ def _of_one_token(config: Any, device: torch.device, dtype: torch.dtype) -> dict
 
 
 def _looks_ahead(config: Any) -> bool:
-    """Whether the tokens of an image see each other, in all layers or only in layers with a window."""
+    """Returns whether the tokens of an image see each other, in all layers or only in layers with a window."""
     text = config.get_text_config()
     return config.model_type == "gemma3" or getattr(text, "use_bidirectional_attention", None) == "vision"
 
 
 def ahead(image_index: torch.Tensor, images: int, tokens: int) -> torch.Tensor:
-    """Counts the later tokens of each token's image, (B, S) int32; 0 for text."""
+    """Counts the later tokens of a token's image, (B, S) int32, with `images` slots of `tokens` tokens; 0 for text."""
     place = torch.arange(image_index.shape[1], device=image_index.device, dtype=torch.int32)
     of_image = torch.div(image_index, tokens, rounding_mode="floor")[..., None]
     mine = of_image == torch.arange(images, device=image_index.device)  # (B, S, K)
@@ -353,7 +365,11 @@ def tower_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Computes attention among the patches of an image, for towers; the mask is a view (N, 1, 1, P) or None."""
+    """Computes attention among the patches of an image, for towers; transformers calls it.
+
+    Maps (N, heads, P, D) to (N, P, heads, D), and None. The mask (N, 1, 1, P) is true for patches that are no padding;
+    None: all. Raises ValueError for an unknown argument of the model.
+    """
     refuse_unknown({name: value for name, value in kwargs.items() if name not in ("is_causal", "dropout")})
     shape = (query.shape[0], query.shape[2])
     valid = torch.ones(shape, device=query.device) if attention_mask is None else attention_mask[:, 0, 0]
@@ -383,8 +399,8 @@ def grid_attention(
         value: like `query`.
         attention_mask: None.
         cu_seq_lens_q: (N, P) int32 segment ids, in place of transformers' offsets of images.
-        scaling: factor on the scores.
-        **kwargs: other arguments of the model.
+        scaling: factor on the scores; None: 1 / sqrt(D).
+        **kwargs: other arguments of the model; ValueError for an unknown argument.
 
     Returns:
         The output (1, N * P, heads, D), and None.
@@ -402,4 +418,5 @@ def grid_attention(
 
 
 def _valid_keys(attention_mask: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor | None:
+    """Returns the mask (N, P) as a view (N, 1, 1, P); None stays None."""
     return None if attention_mask is None else attention_mask[:, None, None, :]

@@ -37,7 +37,7 @@ class Document(NamedTuple):
 
 
 def narrow_config(whole: Any, text: Any) -> Any:
-    """Returns the configuration `whole` narrowed; `text` is the configuration of the narrow text model."""
+    """Returns a narrow copy of the vision configuration `whole`, with the text configuration `text`, already narrow."""
     given = {name: value for name, value in whole.to_dict().items() if name not in ("dtype", "architectures")}
     vision = given["vision_config"]
     given["vision_config"] = vision | {name: size for name, size in _SIZES.items() if vision.get(name)}
@@ -53,9 +53,10 @@ def narrow_config(whole: Any, text: Any) -> Any:
 
 
 def soften(model: Any) -> None:
-    """Scales a tower's random weights down, because sharp attention amplifies rounding, in transformers too.
+    """Scales a tower's random matrices down, in place, because sharp attention amplifies rounding, in transformers too.
 
-    Also zeroes the embeddings of image tokens, so that no greedy reply has one: transformers would ask for its picture.
+    Also zeroes the input and output embeddings of ids from 100, such as image tokens, so that no greedy reply has such
+    an id: transformers would ask for its picture.
     """
     encoder, ends = encoder_of(model), (model.get_input_embeddings(), model.get_output_embeddings())
     with torch.no_grad():
@@ -67,7 +68,7 @@ def soften(model: Any) -> None:
 
 
 def documents(config: Any) -> list[Document]:
-    """Makes documents of random text and random images for a narrow copy."""
+    """Makes three documents of random text, the same in every call; all but the second have a random image."""
     generator, found = torch.Generator().manual_seed(3), []
     for grid in _GRIDS:
         before, after = (torch.randint(3, _TEXT, (count,), generator=generator) for count in (6, 9))
@@ -81,7 +82,7 @@ def documents(config: Any) -> list[Document]:
 
 
 def _image(config: Any, grid: tuple[int, int], generator: torch.Generator) -> tuple[dict[str, torch.Tensor], int]:
-    """Returns the columns of a random image, and its number of soft tokens."""
+    """Returns the columns of a random image with `grid` (rows, columns) of soft tokens, and its number of tokens."""
     sizes = sizes_of(config, _SOFT_TOKENS)
     pixels = torch.randint(0, 256, (sizes.patches, sizes.numbers), generator=generator, dtype=torch.uint8)
     if not sizes.positions:
@@ -108,6 +109,7 @@ def _patches_of_side(config: Any) -> int:
 
 
 def _given(config: Any, made: dict[str, torch.Tensor], ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Returns transformers' arguments for a document's image, from its columns `made` and the ids (S,)."""
     pixels, types = made["pixels"].float() * (1 / 255), (ids == config.image_token_id).long()[None]
     if config.model_type in OF_GRIDS:
         tower, places = TOWERS[config.model_type], made["patch_positions"]
@@ -132,7 +134,7 @@ def _given(config: Any, made: dict[str, torch.Tensor], ids: torch.Tensor) -> dic
 
 
 def logits(model: Any, one: Document, reply: torch.Tensor | None = None) -> torch.Tensor:
-    """Returns transformers' logits (S, V) of a single document and an optional reply, with generation's masks."""
+    """Returns transformers' logits (S + R, V) of a document and a reply's ids (R,), with generation's masks."""
     reply = one.ids[:0] if reply is None else reply
     ids, given = torch.cat([one.ids, reply])[None], dict[str, Any](one.given)
     for name in [name for name in given if name.endswith("token_type_ids")]:
@@ -148,7 +150,7 @@ def logits(model: Any, one: Document, reply: torch.Tensor | None = None) -> torc
 
 
 def images_of(config: Any, held: Sequence[Document], starts: Sequence[int], length: int) -> dict[str, torch.Tensor]:
-    """Returns the image columns of one row, (1, ...), that holds the documents `held` at `starts`."""
+    """Returns the image columns (1, ...) of a row of `length` tokens with documents `held` that begin at `starts`."""
     sizes, room = sizes_of(config, _SOFT_TOKENS), sum(bool(one.columns) for one in held)
     found = {name: torch.zeros(1, *shape, dtype=dtype)
              for name, (shape, dtype) in columns(config, max(1, room), length, _SOFT_TOKENS).items()}  # fmt: skip
@@ -171,6 +173,6 @@ def images_of(config: Any, held: Sequence[Document], starts: Sequence[int], leng
 
 
 def images_of_each(config: Any, documents: Sequence[Document], length: int) -> dict[str, torch.Tensor]:
-    """Returns the image columns of rows that hold a single document."""
+    """Returns the image columns (documents, ...) of rows of `length` tokens that hold a single document, from 0."""
     rows = [images_of(config, [one], [0], length) for one in documents]
     return {name: torch.cat([row[name] for row in rows]) for name in rows[0]}

@@ -36,11 +36,12 @@ class Tower(NamedTuple):
 
 
 def _patches(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, tokens: int) -> Sequence[torch.Tensor]:
+    """Returns the pixels unchanged, (N, P, numbers), as the only item."""
     return [pixels]  # the family has no tower
 
 
 def _gemma4(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, tokens: int) -> Sequence[torch.Tensor]:
-    """Like `Gemma4VisionModel.forward`, but without the boolean index that strips the padding; padding comes last."""
+    """Like `Gemma4VisionModel.forward`, for N images: (N, tokens, D). Does not strip the padding, which comes last."""
     assert positions is not None
     tower = model.model.vision_tower
     padding = (positions == -1).all(-1)
@@ -57,7 +58,7 @@ def _gemma4(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, to
 
 
 def _square(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, tokens: int) -> Sequence[torch.Tensor]:
-    """Like `forward` of Idefics 3's and SigLIP's towers, for images that fill their square; the kit's always do."""
+    """Like `forward` of Idefics 3's and SigLIP's towers: (N, P, D), for images that fill their square, as all do."""
     tower = model.model.vision_tower if hasattr(model.model, "vision_tower") else model.model.vision_model
     embeddings = tower.embeddings
     pixels = (pixels - 0.5) / 0.5
@@ -71,6 +72,8 @@ def _square(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, to
 
 def _grid(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, tokens: int) -> Sequence[torch.Tensor]:
     """Like `forward` of Qwen's towers, but each image is a row of patches, and grid data is computed on the device.
+
+    Returns the last states (N * P, D), then the states after the layers in `deep_layers`, in this order.
 
     The processor repeats a picture for each time step of the convolution; the kit sums the weights over time instead.
     Segment ids separate the windows of layers with a window, so patches keep their order.
@@ -106,7 +109,7 @@ def _grid(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, toke
 
 
 def _resized(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, tokens: int) -> Sequence[torch.Tensor]:
-    """Like `forward` of SigLIP 2's tower and LFM2-VL's pixel unshuffle; the patches of a soft token are adjacent."""
+    """Like `forward` of SigLIP 2's tower: (N * tokens, n, n, D), the n x n patches of a soft token being adjacent."""
     assert positions is not None
     tower, joined = model.model.vision_tower, model.config.downsample_factor
     valid, embeddings = (positions >= 0).all(-1), tower.embeddings
@@ -120,7 +123,7 @@ def _resized(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, t
 
 
 def _shares(place: torch.Tensor, valid: torch.Tensor, side: int) -> torch.Tensor:
-    """Returns weights of a table's `side` rows per patch (N, P, side), like antialiased bilinear `interpolate`."""
+    """Returns weights (N, P, side) of a table's rows for places (N, P), like antialiased bilinear `interpolate`."""
     count = torch.where(valid, place, 0).amax(1, keepdim=True) + 1
     scale = side / count
     centre = (place.clamp(min=0) + 0.5) * scale
@@ -130,12 +133,12 @@ def _shares(place: torch.Tensor, valid: torch.Tensor, side: int) -> torch.Tensor
 
 
 def deep_layers(config: Any) -> Sequence[int]:
-    """Returns the numbers of the tower's layers whose states are added to the outputs of the first text layers."""
+    """Returns the indices, from 0, of tower layers whose states are added to the first text layers; () for none."""
     return tuple(getattr(config, "deepstack_visual_indexes", None) or ())
 
 
 def _interpolated(tower: Any, row: torch.Tensor, column: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
-    """Returns position embeddings of patches (N, P), interpolated bilinearly from the tower's square table.
+    """Returns position embeddings (N, P, D) of patches (N, P), interpolated bilinearly from the tower's square table.
 
     Like transformers' `get_vision_interpolation_indices_and_weights` with align_corners.
     """
