@@ -64,7 +64,7 @@ class SeededDropout(torch.nn.Module):
 
 
 def seed_dropouts(layers: torch.nn.Module) -> None:
-    """Replaces the dropouts of layers by `SeededDropout`, in place."""
+    """Replaces the dropouts with p > 0 in layers by `SeededDropout` with sites 0, 1, ..., in place."""
     dropouts = [(name, one) for name, one in layers.named_modules() if isinstance(one, torch.nn.Dropout) and one.p > 0]
     for site, (name, dropout) in enumerate(dropouts):
         owner, _, leaf = name.rpartition(".")
@@ -72,6 +72,8 @@ def seed_dropouts(layers: torch.nn.Module) -> None:
 
 
 class _Dropout(torch.autograd.Function):
+    """`_masked`; the gradient has the same mask and scale."""
+
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, seed: torch.Tensor, p: float, site: int) -> torch.Tensor:
         ctx.save_for_backward(seed)
@@ -85,15 +87,16 @@ class _Dropout(torch.autograd.Function):
 
 
 def _masked(values: torch.Tensor, seed: torch.Tensor, p: float, site: int) -> torch.Tensor:
+    """Zeroes values where `keep_mask` is false, and divides the others by 1 - p."""
     scale = 1.0 / (1.0 - p)
     kept = keep_mask(values.shape, seed, p, site, values.device)
     return torch.where(kept, values * scale, torch.zeros_like(values))
 
 
 def keep_mask(shape: torch.Size, seed: torch.Tensor, p: float, site: int, device: torch.device) -> torch.Tensor:
-    """Returns a boolean mask, true with probability 1 - p, equal on all devices for equal arguments.
+    """Returns a boolean mask, true (keep) with probability 1 - p, equal on all devices for equal arguments.
 
-    Hashes row, column and seed with the finalizer of Chris Wellons' lowbias32 (public domain).
+    `seed` is () int32. Hashes row, column and seed with the finalizer of Chris Wellons' lowbias32 (public domain).
     """
     columns = torch.arange(shape[-1], device=device, dtype=torch.int32)
     rows = torch.arange(shape.numel() // shape[-1], device=device, dtype=torch.int32)
@@ -122,7 +125,7 @@ _CHEAP_RATIO = 8  # a product is cheap if its result is this many times wider th
 
 
 class _Tape(NamedTuple):
-    """Results that a forward pass saves (`kept`) or that a recomputation uses (`known`)."""
+    """Results that a forward pass saves (`kept`) or that a recomputation uses (`known`, None in a forward pass)."""
 
     kept: list[torch.Tensor]
     known: Iterator[torch.Tensor] | None
@@ -133,7 +136,10 @@ _tape: ContextVar[_Tape | None] = ContextVar("tape", default=None)
 
 @contextmanager
 def recording(wanted: bool, known: Sequence[torch.Tensor] | None = None) -> Iterator[list[torch.Tensor]]:
-    """If `wanted`, makes `keep` and `once` append results to the yielded list, or return the `known` results."""
+    """Makes `keep` and `once` append results to the yielded list or, with `known`, return the known results in order.
+
+    Unless `wanted`, both only pass results through, also within an outer recording, and the list stays empty.
+    """
     tape = _Tape([], None if known is None else iter(known))
     token = _tape.set(tape if wanted else None)
     try:
@@ -143,12 +149,12 @@ def recording(wanted: bool, known: Sequence[torch.Tensor] | None = None) -> Iter
 
 
 def is_open() -> bool:
-    """Whether a recording or a replay is open."""
+    """Returns whether `recording` is open and wanted, to record or to replay."""
     return _tape.get() is not None
 
 
 def keep(computed: torch.Tensor) -> torch.Tensor:
-    """Records a result. A recomputation returns the recorded result, whose gradient goes to the recomputed result."""
+    """Records and returns a result. A recomputation returns the recorded result; its gradient goes to `computed`."""
     # torch.compile cannot read the context variable. It compiles no loops, and only loops record.
     tape = None if torch.compiler.is_compiling() else _tape.get()
     if tape is None:
@@ -160,7 +166,7 @@ def keep(computed: torch.Tensor) -> torch.Tensor:
 
 
 def once(count: int, compute: Callable[[], Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
-    """Records `count` results of a computation outside of autograd; a recomputation returns the recorded results."""
+    """Computes and records `count` results, outside of autograd; a recomputation returns them without computing."""
     tape = _tape.get()
     if tape is None:
         return compute()
@@ -172,6 +178,8 @@ def once(count: int, compute: Callable[[], Sequence[torch.Tensor]]) -> Sequence[
 
 
 class _Known(torch.autograd.Function):
+    """Returns `kept`, and passes its gradient to `computed`."""
+
     @staticmethod
     def forward(ctx: Any, computed: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
         return kept.view_as(kept)
@@ -182,7 +190,7 @@ class _Known(torch.autograd.Function):
 
 
 def keep_products(layer: torch.nn.Module) -> None:
-    """Makes a layer record the results of its linear modules, including their adapters."""
+    """Makes a layer `keep` the results of its linear modules, adapters included, by forward hooks, in place."""
     for child in layer.children():
         if isinstance(child, torch.nn.Linear) or isinstance(getattr(child, "base_layer", None), torch.nn.Linear):
             child.register_forward_hook(_keep_output)
@@ -191,6 +199,7 @@ def keep_products(layer: torch.nn.Module) -> None:
 
 
 def _keep_output(module: torch.nn.Module, given: Any, output: torch.Tensor) -> torch.Tensor:
+    """Is the forward hook of `keep_products`."""
     return keep(output)
 
 
@@ -214,7 +223,7 @@ def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Checkpoi
 
 
 def recompute(layers: Sequence[torch.nn.Module], keeps: bool) -> None:
-    """Makes every layer's `forward` run through torch's checkpoint, in place; torch.compile compiles both.
+    """Makes every layer's `forward` run through torch's checkpoint, in place; torch.compile compiles it with the layer.
 
     transformers 5.15 calls the checkpoint in the layer's `__call__` instead, so compiled code would run within the
     contexts of `_policy`, where torch.compile silently does not compile a layer.
@@ -233,7 +242,7 @@ def recompute(layers: Sequence[torch.nn.Module], keeps: bool) -> None:
 
 
 def _extend(layers: Iterable[torch.nn.Module], mixin: type[torch.nn.Module], **attributes: Any) -> None:
-    """Adds a mixin to the class of every layer, in place; torch.compile compiles once for all layers of a class."""
+    """Replaces each layer's class, in place, by a subclass with `mixin` and `attributes`; one subclass per class."""
     classes: dict[type, Any] = {}
     for layer in layers:
         kind = type(layer)
@@ -243,6 +252,8 @@ def _extend(layers: Iterable[torch.nn.Module], mixin: type[torch.nn.Module], **a
 
 
 class _Recomputed(torch.nn.Module):
+    """A layer that runs through `checkpoint`; its recomputation has the same `layer_inputs`."""
+
     checkpoint: ClassVar[Callable[..., Any]]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -266,13 +277,16 @@ def autocast_now(device_type: str) -> dict[str, Any]:
 
 
 def chunk_mlp(mlp: torch.nn.Module, tokens: int) -> None:
-    """Makes an MLP, (B, S, H) to (B, S, H), run over tiles of at most `tokens` tokens, in place."""
+    """Makes an MLP, (B, S, H) to (B, S, H), run over tiles of at most `tokens` tokens per device, in place.
+
+    Tiles have equal sizes. A single tile runs without a loop, and so does a tower's row (P, H) on a mesh.
+    """
     _extend(_lora_layers(mlp), _FusedLora, takes=staticmethod(_in_tile_on_xla))
     _extend([mlp], _Tiled, tile_tokens=tokens)
 
 
 def cast_once(layer: torch.nn.Module) -> set[str]:
-    """Returns the adapters' weights whose gradient is a single bf16 product: no DoRA, and no sum over tiles."""
+    """Returns the names of LoRA weights whose gradient is a single product, no sum over tiles; empty with DoRA."""
     sums = [f"{name}." for name, part in layer.named_modules() if isinstance(part, _Tiled)]
     if any("lora_magnitude" in name for name, _ in layer.named_parameters()):
         return set()
@@ -284,7 +298,7 @@ def cast_once(layer: torch.nn.Module) -> set[str]:
 
 
 def tiles_of(tokens: int, most: int) -> int:
-    """Returns the smallest number of equal tiles of at most `most` tokens."""
+    """Returns the smallest number of equal tiles of at most `most` tokens that divides `tokens`."""
     return next(count for count in range(-(-tokens // most), tokens + 1) if tokens % count == 0)
 
 
@@ -292,6 +306,8 @@ _in_tile: ContextVar[bool] = ContextVar("in_tile", default=False)
 
 
 class _Tiled(torch.nn.Module):
+    """An MLP that runs over tiles of tokens; see `chunk_mlp`."""
+
     tile_tokens: ClassVar[int]
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -330,7 +346,7 @@ def seeds_of(module: torch.nn.Module) -> list[str]:
 
 
 def tensors_of(module: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Returns parameters and buffers by name, without the seeds of dropout."""
+    """Returns a module's parameters and buffers by name, without the seeds of dropouts."""
     found: dict[str, torch.Tensor] = dict(module.named_parameters())
     return found | {name: tensor for name, tensor in module.named_buffers() if name not in seeds_of(module)}
 
@@ -345,20 +361,22 @@ def recomputed_scan(
     """Runs `scan` with autograd: saves the carry before every iteration, and the backward loop recomputes iterations.
 
     Args:
-        body: takes the carry, the constants and the slices of an iteration; returns the next carry and an output.
+        body: takes the carry, the constants and the slices of an iteration; returns the next carry and one tensor.
         carry: initial floats, which get no gradient; empty if iterations are independent.
-        constants: trained constants get the sum of the iterations' gradients.
+        constants: by name; those that require a gradient get the sum of the iterations' gradients.
         inputs: tensors (N, ...); floats get a gradient.
         unrolled: see `scan`.
 
     Returns:
-        The stacked outputs (N, ...), and the last carry, without a gradient.
+        The stacked outputs (N, ...), then the tensors of the last carry, without a gradient.
     """
     tensors, structure = tree_flatten((carry, dict(constants), inputs))
     return _RecomputedScan.apply(body, structure, unrolled, *tensors)
 
 
 class _RecomputedScan(torch.autograd.Function):
+    """`recomputed_scan` for flattened tensors; `structure` is their tree (carry, constants, inputs)."""
+
     @staticmethod
     def forward(ctx: Any, body: Any, structure: Any, unrolled: bool, *tensors: torch.Tensor) -> tuple[Any, ...]:
         def turn(state: Tree, slices: Tree) -> tuple[Tree, Tree]:
@@ -407,7 +425,7 @@ class _RecomputedScan(torch.autograd.Function):
 
 
 def fuse_lora(model: torch.nn.Module, device_type: str) -> None:
-    """Makes the LoRA layers of a model on the CPU or XLA use fewer passes over memory, in place.
+    """Makes the LoRA layers of a model on the CPU or XLA fuse their products (`_FusedLora`), in place.
 
     Not for recomputed layers: selective checkpointing saves the base product, which this changes in place.
     """
@@ -415,17 +433,18 @@ def fuse_lora(model: torch.nn.Module, device_type: str) -> None:
 
 
 def _on_the_cpu(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
-    """Whether all tensors have the same dtype on the CPU, without autocast."""
+    """Returns whether all tensors have the same dtype, on the CPU without autocast."""
     same = all(one.dtype == x.dtype for one in weights)
     return x.device.type == "cpu" and same and not torch.is_autocast_enabled("cpu")
 
 
 def _on_xla(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
+    """Returns whether `x` is on an XLA device; ignores `weights`."""
     return x.device.type == "xla"
 
 
 def _in_tile_on_xla(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
-    """Whether `x` is a tile of an MLP on XLA.
+    """Returns whether `x` is a tile of an MLP on XLA, without a mesh; ignores `weights`.
 
     Elsewhere in a loop over layers, joining matrices makes the compiler copy their stacks: 0.5 GiB for a 0.5B model.
     """
@@ -433,6 +452,7 @@ def _in_tile_on_xla(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
 
 
 def _lora_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Returns a model's LoRA layers whose base is exactly a `torch.nn.Linear`, so not quantized."""
     from peft.tuners.lora import Linear
 
     layers = (layer for layer in model.modules() if isinstance(layer, Linear))
@@ -440,9 +460,10 @@ def _lora_layers(model: torch.nn.Module) -> list[torch.nn.Module]:
 
 
 class _FusedLora(torch.nn.Module):
-    """A LoRA layer that fuses its products, if it is a plain linear layer with a single adapter.
+    """A LoRA layer that fuses its products by `_LoraProduct`, if `takes(x, weights)` and it has a single plain adapter.
 
-    PEFT computes layers with dropout or DoRA, with a merged or disabled adapter, or with a trained base.
+    PEFT computes layers with dropout (in training), DoRA or a bias of B, with a merged or disabled adapter, or with a
+    trained base.
     """
 
     takes: ClassVar[Callable[..., bool]]
@@ -464,7 +485,7 @@ class _FusedLora(torch.nn.Module):
 
 
 class _LoraProduct(torch.autograd.Function):
-    """Computes x W' + bias + scaling (x A') B', with gradients for x, A and B."""
+    """Computes x W^T + bias + scaling (x A^T) B^T, with gradients for x, A and B."""
 
     @staticmethod
     def forward(ctx: Any, x: Any, weight: Any, a: Any, b: Any, bias: Any, scaling: float) -> torch.Tensor:

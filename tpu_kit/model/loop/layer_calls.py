@@ -48,7 +48,7 @@ class Call:
 
     @classmethod
     def of(cls, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Separates tensors, mapping and cache from other arguments, and adds the currently bound inputs."""
+        """Makes a call of a layer's arguments and the currently bound inputs; CannotScanError for several mappings."""
         leaves, spec = tree_flatten((args, kwargs, layer_inputs.current()), is_leaf=_is_shared)
         mappings = {id(leaf): leaf for leaf in leaves if _is_shared(leaf)}
         if len(mappings) > 1:
@@ -68,7 +68,7 @@ class Call:
     def arguments(
         self, tensors: Tensors, mapping: MutableMapping[Any, Any] | None, cache: LayerCache | None = None
     ) -> Any:
-        """Returns (args, kwargs, inputs) with other tensors, another mapping and another cache."""
+        """Returns (args, kwargs, `LayerInputs`) of the call with other tensors, another mapping and another cache."""
         rest = iter(tensors)
         leaves = [next(rest) if one is _TENSOR else mapping if one is _MAPPING else cache if one is _CACHE else one
                   for one in self.others]  # fmt: skip
@@ -91,11 +91,13 @@ def _is_whole(hidden: torch.Tensor, before: torch.Tensor) -> bool:
 
 
 class Placeholders(torch.nn.Module):
-    """A list of functions in place of a decoder's layers, which records their calls.
+    """A list of functions in place of a decoder's layers, which records their calls. Only all layers can be iterated.
 
-    A function has its layer's settings, because a decoder may choose arguments by them.
+    A function has its layer's settings, because a decoder may choose arguments by them. It raises CannotScanError if
+    its hidden states are not the previous layer's result. Subclasses implement `_visit`.
 
     Attributes:
+        count: number of layers.
         pairs: whether layers return the hidden states as the first item of a pair.
     """
 
@@ -130,20 +132,20 @@ class Placeholders(torch.nn.Module):
         return iter(functions)
 
     def _visit(self, hidden: torch.Tensor, calls: list[Call]) -> torch.Tensor:
-        """Returns the hidden states that the last called layer returns to the decoder."""
+        """Returns the result of the layer called last, from its input `hidden` and all `calls` of this pass so far."""
         raise NotImplementedError
 
     def places(self) -> dict[str, list[str]]:
-        """Returns prefix of a stack's names -> prefixes of its slices' names in a plain list of layers."""
+        """Returns prefix of a stack's names -> prefixes of its layers' names in a plain list of layers."""
         return {}
 
     def parts(self) -> dict[str, list[torch.Tensor]]:
-        """Returns the CPU tensors of stacks that `to_mesh` makes, by the stack's name in this list."""
+        """Returns the layers' CPU tensors of stacks that `to_mesh` makes, by the stacked tensor's name in this list."""
         return {}
 
 
 class _Probe(Placeholders):
-    """Records the layers' calls, and the layers that write into a mapping. With a mapping, it runs the layers."""
+    """Records the layers' calls, and the `writers` into a mapping. Only with a mapping, it runs the layers."""
 
     def __init__(self, layers: torch.nn.ModuleList, pairs: bool) -> None:
         super().__init__(layers, pairs)
@@ -164,7 +166,7 @@ class _Probe(Placeholders):
 
 
 def decoder_layers(decoder: torch.nn.Module) -> tuple[str, Any]:
-    """Returns the name and value of a decoder's list of layers: the list with most modules, not counting adapters.
+    """Returns the name and value of a decoder's list of layers: its loops, else the list with most modules.
 
     Raises:
         CannotScanError: the decoder has no list of layers.
@@ -185,9 +187,10 @@ Inputs = Callable[[torch.Tensor], dict[str, Any]]
 def call_once(
     decoder: Any, name: str, layers: Placeholders, implementation: str, tokens: int = 2, inputs: Inputs | None = None
 ) -> None:
-    """Calls a decoder on a row of tokens with other layers and attention, then restores its own.
+    """Calls a decoder on a row of `tokens` ones with other `layers` and attention, without gradients; restores its own.
 
-    An encoder is called with its `inputs` and its own attention.
+    `name` is the attribute of its layers, `implementation` the registered attention. An encoder is called with its
+    `inputs` and its own attention.
     """
     config, own = decoder.config, (decoder._modules[name], decoder.config._attn_implementation)
     ones = torch.ones(1, tokens, dtype=torch.int64, device=next(decoder.parameters()).device)
@@ -227,7 +230,7 @@ def equal_layers(
         A number per layer, the same for equal layers; and `Placeholders.pairs`.
 
     Raises:
-        CannotScanError: the layers cannot be iterations of a loop.
+        CannotScanError: the layers cannot be iterations of a loop. The decoder's own errors are raised unchanged.
     """
     probe, numbered = _Probe(layers, pairs=False), _numbered(layers)
     try:
@@ -257,6 +260,7 @@ def equal_layers(
 
 
 def _settings(layer: torch.nn.Module) -> dict[tuple[str, str], Any]:
+    """Returns (module path, attribute) -> value of the `_plain` attributes of a layer's modules."""
     return {
         (name, key): value for name, part in layer.named_modules() for key, value in vars(part).items() if _plain(value)
     }
@@ -276,13 +280,14 @@ def _numbered(layers: torch.nn.ModuleList) -> set[tuple[str, str]]:
 
 
 def _plain(value: object) -> bool:
+    """Returns whether a value is None, a number, a text, a dtype, or a list, tuple or dict of these."""
     if isinstance(value, (dict, list, tuple)):
         return all(map(_plain, [*value, *value.values()] if isinstance(value, dict) else value))
     return value is None or isinstance(value, (bool, int, float, str, torch.dtype))
 
 
 def as_number(tensor: torch.Tensor) -> torch.Tensor:
-    """Converts booleans to bytes, because the carry of a loop cannot have booleans."""
+    """Converts booleans to uint8, because the carry of a loop cannot have booleans; returns other tensors unchanged."""
     return tensor.to(torch.uint8) if tensor.dtype == torch.bool else tensor
 
 
@@ -301,13 +306,13 @@ def keep_after(decoder: torch.nn.Module, layer: int) -> None:
 
 
 def kept_after(decoder: torch.nn.Module) -> Sequence[int]:
-    """Returns the numbers of the layers for which `keep_after` was called."""
+    """Returns the layers, sorted, counted from 1, for which `keep_after` was called; () after layers became loops."""
     layers = decoder_layers(decoder)[1]
     return layers.kept_after if isinstance(layers, KeptLayers) else ()
 
 
 def kept_states(decoder: torch.nn.Module) -> dict[int, torch.Tensor]:
-    """Returns and drops the states (B, S, H) that the last forward pass kept for `keep_after`: layer -> states."""
+    """Returns and drops the states (B, S, H) that loops kept in the last forward pass: layer, from 1 -> states."""
     layers = decoder_layers(decoder)[1]
     found: dict[int, torch.Tensor] = getattr(layers, "kept", {})
     if found:
@@ -329,19 +334,19 @@ def stacked_names(model: torch.nn.Module) -> dict[str, list[str]]:
 
 
 def stacked_prefixes(model: torch.nn.Module) -> list[str]:
-    """Returns the prefixes of the names of stacked tensors, trained or frozen."""
+    """Returns the prefixes, with a final dot, of the names of stacked tensors, trained or frozen; [] without loops."""
     scanned = ((path, part) for path, part in model.named_modules() if isinstance(part, Placeholders))
     return [f"{path}.{stack}" if path else stack for path, part in scanned for stack in part.places()]
 
 
 def stacked_parts(model: torch.nn.Module) -> dict[str, list[torch.Tensor]]:
-    """Returns the CPU tensors of a model's stacks that `to_mesh` makes, by name of the stack."""
+    """Returns the layers' CPU tensors of a model's stacks that `to_mesh` makes, by the stacked tensor's name."""
     scanned = ((path, part) for path, part in model.named_modules() if isinstance(part, Placeholders))
     return {f"{path}.{name}" if path else name: held for path, part in scanned for name, held in part.parts().items()}
 
 
 def unstacked(stacks: Mapping[str, list[str]], named: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Splits stacks (G, ...) into views, under the names of the slices; `stacks` comes from `stacked_names`."""
+    """Splits stacks (G, ...) of `stacked_names` into views by the slices' names; keeps tensors without a stack."""
     found: dict[str, torch.Tensor] = {}
     for name, tensor in named.items():
         found |= dict(zip(stacks[name], tensor.unbind(), strict=True)) if name in stacks else {name: tensor}
@@ -349,5 +354,5 @@ def unstacked(stacks: Mapping[str, list[str]], named: Mapping[str, torch.Tensor]
 
 
 def restacked(stacks: Mapping[str, list[str]], named: Mapping[str, torch.Tensor], name: str) -> torch.Tensor:
-    """Makes the tensor of a model's parameter from the result of `unstacked`."""
+    """Returns the tensor of the parameter `name` of a model with `stacks`, from a result of `unstacked`."""
     return torch.stack([named[one] for one in stacks[name]]) if name in stacks else named[name]

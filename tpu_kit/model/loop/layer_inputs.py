@@ -59,7 +59,7 @@ class Visibility(NamedTuple):
 
     @classmethod
     def of(cls, batch: Mapping[str, torch.Tensor], **seen: Any) -> Visibility:
-        """Makes a visibility from a batch and other attributes; without segment_ids, every row is one document."""
+        """Makes a visibility from a batch and attributes `seen`; without segment_ids, every row is one document."""
         segment_ids = batch["segment_ids"] if "segment_ids" in batch else torch.ones_like(batch["input_ids"])
         return cls(segment_ids, batch.get("prefix_ids"), **seen)
 
@@ -88,13 +88,13 @@ class Visibility(NamedTuple):
         return seen & (places[:, None] >= index[None, :])
 
     def kernel_ids(self, window: int | None) -> list[torch.Tensor]:
-        """Returns a kernel's tensors: segment ids, then prefix ids or `ahead` if they are set."""
+        """Returns a kernel's tensors: segment ids, then prefix ids or `ahead` if set. Prefixes allow no window."""
         assert self.prefix_ids is None or (window is None and self.ahead is None), "see `attention.sees_all`"
         return [each for each in (self.segment_ids, self.prefix_ids, self.ahead) if each is not None]
 
     @classmethod
     def of_kernel(cls, segment_ids: torch.Tensor, more: torch.Tensor | None, most_ahead: int) -> Visibility:
-        """Makes a visibility from the result of `kernel_ids`; `more` is its second tensor or None."""
+        """Makes a visibility from `kernel_ids`; `more`, its second tensor or None, is `ahead` if `most_ahead` > 0."""
         return cls(segment_ids, None, more, most_ahead) if most_ahead else cls(segment_ids, more)
 
 
@@ -118,6 +118,8 @@ class LayerInputs(NamedTuple):
 
 
 class _Thread(threading.local):
+    """Holds the inputs bound in a thread, initially `LayerInputs()`."""
+
     def __init__(self) -> None:  # runs per thread; torch.compile treats a class attribute as constant
         self.inputs = LayerInputs()
 
@@ -126,13 +128,13 @@ _thread = _Thread()
 
 
 def current() -> LayerInputs:
-    """Returns the inputs that are bound in this thread, by default empty inputs."""
+    """Returns the inputs that are bound in this thread, by default `LayerInputs()`."""
     return _thread.inputs
 
 
 @contextlib.contextmanager
 def bound(inputs: LayerInputs) -> Iterator[None]:
-    """Returns a context that sets the inputs of this thread."""
+    """Returns a context that sets the inputs of this thread, and restores the previous inputs at its end."""
     before, _thread.inputs = _thread.inputs, inputs
     try:
         yield

@@ -75,6 +75,7 @@ class ScannedLayers(Placeholders):
         return ", ".join(parts + ([f"{single} one by one"] if single else []))
 
     def _visit(self, hidden: torch.Tensor, calls: list[Call]) -> torch.Tensor:
+        """Runs all layers in the call of the last layer; other calls return `hidden`."""
         if len(calls) < self.count:
             return hidden
         start = 0
@@ -88,11 +89,11 @@ class ScannedLayers(Placeholders):
         return hidden
 
     def places(self) -> dict[str, list[str]]:
-        """See `Placeholders`."""
+        """Returns prefix of a stack's names -> prefixes of its layers' names: {"runs.0.layers.0.": ["0.", "1."]}."""
         return self._places
 
     def parts(self) -> dict[str, list[torch.Tensor]]:
-        """See `Placeholders`."""
+        """Returns name of a stacked tensor in this list -> its layers' CPU tensors; empty without a mesh."""
         return {
             f"runs.{number}.layers.{stack}.{name}": held
             for number, run in enumerate(self.in_order)
@@ -107,6 +108,10 @@ class Run(torch.nn.Module):
     Attributes:
         layers: a layer per stack, with weights (turns x equal neighbours, ...).
         offsets: per stack, the indices of its layers in the block.
+        turns: number of iterations.
+        period: number of layers of a block.
+        count: number of layers, turns x period.
+        keeps: whether the results of products and attention are saved (optim.remat=outputs).
         parts: per stack, the CPU tensors from which `to_mesh` makes it, by name.
         sparse: whether only the input of an iteration is saved, instead of the inputs of all layers.
     """
@@ -126,7 +131,7 @@ class Run(torch.nn.Module):
     def forward(
         self, hidden: torch.Tensor, calls: list[Call], shared: Mapping[Any, Any]
     ) -> tuple[torch.Tensor, dict[Any, Any]]:
-        """Returns the hidden states after all layers, and the tensors left in the mapping; for `calls` see `_Block`."""
+        """Returns the states after all layers, and the tensors left in the mapping; see `_Block`. Updates a cache."""
         block = _Block(self, calls, shared)
         if torch.is_grad_enabled():
             tensors, block.given = tree_flatten((block.constants, block.named))
@@ -143,6 +148,7 @@ _SEED = -1  # key of the seeds of a layer's dropouts, beside the indices of argu
 
 
 def _draw(device: torch.device) -> torch.Tensor:  # by the device's generator, so steps and replicas differ
+    """Draws a seed, () int32."""
     return torch.randint(0, 2**31 - 1, (), device=device, dtype=torch.int32)
 
 
@@ -204,7 +210,7 @@ class _Block:
         self, body: Callable[..., tuple[Tree, Tree]], carry: Tree, named: list[dict[Any, torch.Tensor]],
         saved: Tree = (), first: torch.Tensor | None = None,
     ) -> tuple[Tree, Tree]:  # fmt: skip
-        """Runs `scan` over the stacks, or backward over the stacks and the outputs of the forward loop.
+        """Runs `scan` over stacks, or backward over stacks and outputs of the forward loop; returns carry, outputs.
 
         On a mesh, an iteration also gathers the weights of the next iteration's first products and passes them on in
         the carry. In their own iteration, no earlier product would hide their collectives.
@@ -302,7 +308,7 @@ class _Block:
         return (hidden, constants, state), (before, results, left)
 
     def forward_alone(self, carry: Tree, slices: Tree, place: torch.Tensor | None = None) -> tuple[Tree, Tree]:
-        """Like `forward`, without the outputs that only a backward pass needs."""
+        """Like `forward`, but the only output is the tensors left in the mapping."""
         carry, (_, _, left) = self.forward(carry, slices, place, alone=True)
         return carry, left
 
@@ -333,7 +339,7 @@ class _Block:
         return self.backward(carry, (before, [[] for _ in self.parts], left, named), place)
 
     def backward(self, carry: Tree, slices: Tree, place: torch.Tensor | None = None) -> tuple[Tree, Tree]:
-        """Returns the carry with the gradient before the block and sums for constants, and the slices' gradients.
+        """Returns the carry with the gradient before the block and sums for constants, and name -> gradient per layer.
 
         A layer is recomputed after the backward pass of the next layer. Otherwise, XLA might recompute all layers of
         the block at once, and merge the recomputation of a run of a single iteration with its forward pass.
@@ -393,7 +399,10 @@ class _Block:
         given: dict[str | int, torch.Tensor],
         cache: LayerCache | None = None,
     ) -> tuple[torch.Tensor, dict[Any, Any]]:
-        """Returns the states after a layer, and the tensors that it left in the mapping."""
+        """Returns the states after the layer of stack `index`, and the tensors that it wrote into the mapping, by key.
+
+        Raises CannotScanError if the layer changes the dtype or shape of the states.
+        """
         call, places = self.calls[index], self.places[index]
         arguments = [given[place] if place in given else constants[common] for place, common in enumerate(places)]
         arguments = [tensor.bool() if own.dtype == torch.bool else tensor
@@ -453,12 +462,13 @@ class _Scanned(torch.autograd.Function):
 def scan_layers(
     decoder: Any, optim: OptimConfig, device_type: str, inputs: Inputs | None = None
 ) -> ScannedLayers | None:
-    """Makes a decoder run its layers as loops, on XLA and if states between layers are kept.
+    """Makes a decoder run its layers as loops, in place, on XLA, if configured, or if `keep_after` was called.
 
     Args:
         decoder: see `stack`.
-        optim: scan_layers, remat and mlp_tile. scan_layers=off treats all layers as different. scan_layers=on or
-            remat=blocks makes loops on all devices. Otherwise, remat=none makes no loops, because a loop recomputes.
+        optim: scan_layers, remat and mlp_tile (ignored with remat=outputs). scan_layers=off treats all layers as
+            different. scan_layers=on or remat=blocks makes loops on all devices. Otherwise, remat=none makes no loops,
+            because a loop recomputes.
         device_type: device type of the run.
         inputs: arguments of an encoder; None for a decoder.
 
@@ -490,7 +500,7 @@ def stack(
     Args:
         decoder: a transformers decoder with the kit's attention and adapters, before its move to a device; may be on
             the meta device.
-        tile: tokens of a tile of an MLP; None for all tokens.
+        tile: tokens of a tile of an MLP (a layer's `mlp` without experts), per device; None for all tokens.
         keeps: save the results of products and attention (optim.remat=outputs).
         apart: treat all layers as different, so that every run has a single iteration.
         inputs: arguments of an encoder; None for a decoder.

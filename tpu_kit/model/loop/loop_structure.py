@@ -37,7 +37,7 @@ class Loop(NamedTuple):
 
 
 def loops(keys: Sequence[Any]) -> list[Loop]:
-    """Divides layers into loops; `keys` are equal for layers that can be iterations of the same loop."""
+    """Divides layers into loops, in order; `keys`, one per layer, are equal for layers that can share a loop."""
     found, start = [], 0
     for period, turns in spans(keys):
         neighbours = [len(list(group)) for _, group in itertools.groupby(keys[start : start + period])]
@@ -74,7 +74,7 @@ def check_blocks(loops: Sequence[Loop]) -> None:
 
 
 def stacks(loops: Sequence[Loop]) -> Iterator[tuple[str, list[int]]]:
-    """Yields every stack of weights: its path in the list of layers, and the numbers of its layers."""
+    """Yields (path, layers) per stack: "runs.0.layers.0" in `ScannedLayers`, and the numbers of its layers from 0."""
     for number, (start, turns, neighbours) in enumerate(loops):
         period = sum(neighbours)
         blocks = range(start, start + period * turns, period)
@@ -84,7 +84,7 @@ def stacks(loops: Sequence[Loop]) -> Iterator[tuple[str, list[int]]]:
 
 
 def spans(keys: Sequence[Any]) -> list[tuple[int, int]]:
-    """Divides a sequence into runs (period, turns) of equal blocks, with the smallest sum of (items of a block + 1)."""
+    """Divides a sequence into runs of equal blocks, with the smallest sum of (period + 1); returns (period, turns)."""
     best = [(0, 0, 0)]  # per prefix of the sequence: the smallest sum, and the last run (period, turns)
     for end in range(1, len(keys) + 1):
         least = (best[-1][0] + 2, 1, 1)
