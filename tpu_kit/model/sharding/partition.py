@@ -24,11 +24,12 @@ from tpu_kit.xla.sharding import constrain, in_place, token_shards
 
 
 def spec_of(name: str, tensor: torch.Tensor, embedding: Embedding, stacked: bool = False) -> Spec:
-    """Like `sharding_rules.spec_of`, for a parameter or buffer of a model, or a tensor of its shape and dtype."""
+    """Like `sharding_rules.spec_of`, on the mesh of this process, for a parameter or buffer or a tensor like it."""
     return sharding_rules.spec_of(_described(name, tensor, stacked), embedding, active_mesh())
 
 
 def _described(name: str, tensor: torch.Tensor, stacked: bool) -> Tensor:
+    """Describes a tensor for the rules; uint8 means packed int4."""
     packed = tensor.dtype == torch.uint8
     return Tensor(name, tuple(tensor.shape), _dtype(tensor).itemsize, stacked, packed, tensor.requires_grad)
 
@@ -46,12 +47,12 @@ def gathered(spec: Spec) -> Spec:
 def gather_layer(
     tensors: Mapping[str, torch.Tensor], hidden: int, dtype: torch.dtype | None
 ) -> dict[str, torch.Tensor]:
-    """Gathers the tensors of a layer for its products; on a single device, returns them unchanged.
+    """Gathers the tensors of a layer for its products; on a single device or with `in_place`, does not change them.
 
     Args:
         tensors: tensors by name in the layer.
         hidden: hidden size.
-        dtype: dtype of the products; trained fp32 matrices are cast to it before they are gathered.
+        dtype: dtype of the products; fp32 matrices are cast to it before they are gathered. None casts nothing.
     """
     if active_mesh().size == 1 or in_place.get():
         return dict(tensors)
@@ -67,7 +68,7 @@ def gather_layer(
 
 
 def gathered_early(tensors: Mapping[str, torch.Tensor], alone: bool = True) -> list[list[str]]:
-    """Returns the names of frozen weights to gather over fsdp an iteration early, in groups for `gather_alike`.
+    """Returns names of frozen weights to gather an iteration early, in groups for `gather_alike`; [] without shards.
 
     These are floating-point weights of a layer's first products, and experts if the layer is `alone` in its iteration.
     Other layers' integers have a half or a quarter of the bytes, and the compiler hides their gathers anyway. With two
@@ -97,7 +98,7 @@ def gather_alike(name: str, tensors: list[torch.Tensor]) -> torch.Tensor:
 
 @contextlib.contextmanager
 def last_product(layer: torch.nn.Module | None, hidden: torch.Tensor) -> Iterator[list[torch.Tensor]]:
-    """Collects the input of a layer's last product, unless a tiled MLP computes it in its own loop.
+    """Yields a list that gets the input of the layer's last product when it runs, unless that is in a tiled MLP's loop.
 
     Early gathers for the next iteration depend on this input. Otherwise, the compiler would start them at the beginning
     of the iteration, before the iteration's own gathers.
@@ -120,7 +121,7 @@ def last_product(layer: torch.nn.Module | None, hidden: torch.Tensor) -> Iterato
 
 
 def by_rows(tensor: torch.Tensor) -> torch.Tensor:
-    """Shards hidden states (B, S, H) by rows and tokens; does nothing with `in_place`."""
+    """Returns hidden states (B, S, H) sharded by rows and tokens; with `in_place`, returns them unchanged."""
     return tensor if in_place.get() else constrain(tensor, (BATCH, "context", None))
 
 
@@ -186,12 +187,14 @@ def move(tensor: torch.Tensor, device: torch.device, spec: Spec | None = None, c
 def stack_layers(
     layer: torch.nn.Module, others: list[torch.nn.Module], names: Iterable[str]
 ) -> dict[str, list[torch.Tensor]]:
-    """Replaces the named tensors of a layer by stacks (G, ...) of the tensors of G layers.
+    """Replaces the named tensors of a layer by stacks (G, ...) of the tensors of G layers: `layer`, then `others`.
 
-    A layer's tensor is freed after its copy, so that the host never holds both the stack and all its parts.
+    In `others`, they become None: a tensor is freed after its copy, so that the host never holds the stack and all its
+    parts.
 
     Returns:
         On a mesh, where stacks are on "meta": name -> the stack's CPU tensors, which `to_mesh` copies to shards.
+        Otherwise empty.
     """
     kept: dict[str, list[torch.Tensor]] = {}
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
@@ -224,7 +227,7 @@ def stack_layers(
 def to_mesh(
     model: torch.nn.Module, stacks: Iterable[str], stacked: Mapping[str, list[torch.Tensor]]
 ) -> torch.nn.Module:
-    """Moves a model from the CPU to the devices of the mesh in shards, tensor by tensor, in place.
+    """Moves a model from the CPU to the devices of the mesh in shards, in place; prints the bytes per device.
 
     Args:
         model: a model whose layers run as a loop.
@@ -269,13 +272,14 @@ def _dtype(tensor: torch.Tensor) -> torch.dtype:
 
 
 def _shared(model: torch.nn.Module) -> set[int]:
+    """Returns the `id` of every tensor that a model holds in several places."""
     every = [id(tensor) for module in model.modules() for held in (module._parameters, module._buffers)
              for tensor in held.values() if tensor is not None]  # fmt: skip
     return {one for one, count in Counter(every).items() if count > 1}
 
 
 def check_rules(model: torch.nn.Module, stacks: Iterable[str]) -> list[Placed]:
-    """Returns the table of a model's tensors on the mesh of this process, largest shard first.
+    """Returns `sharding_rules.place` of a model on the mesh of this process; `stacks` are prefixes of stacked tensors.
 
     Raises:
         ValueError: from `sharding_rules.place`.

@@ -75,8 +75,8 @@ class Placed:
         name: name of the parameter or buffer.
         shape: shape of the whole tensor.
         spec: partition spec.
-        bytes: bytes of a device's shard.
-        whole: bytes of the whole tensor.
+        bytes: bytes of a device's shard, summed over the layers that share the row.
+        whole: bytes of the whole tensor, summed likewise.
     """
 
     name: str
@@ -87,7 +87,7 @@ class Placed:
 
 
 def is_column(path: str, outputs: int, inputs: int, hidden: int) -> bool:
-    """Whether "model" shards a linear layer by its outputs instead of its inputs.
+    """Returns whether "model" shards a linear layer by its outputs instead of its inputs.
 
     Args:
         path: path of the layer.
@@ -132,7 +132,7 @@ def spec_of(tensor: Tensor, embedding: Embedding, mesh: Mesh) -> Spec:
 
 
 def _shards(mesh: Mesh, rule: Spec, shape: tuple[int, ...]) -> bool:
-    """Whether the axes of a rule shard a tensor of this shape."""
+    """Returns whether the axes of a rule shard a tensor of this shape, in any dimension."""
     return mesh.shard_shape(mesh.fitted(rule, shape), shape) != shape
 
 
@@ -165,7 +165,7 @@ def _derived(tensor: Tensor, shape: tuple[int, ...], embedding: Embedding) -> Sp
 
 
 def _stays_whole(name: str) -> bool:
-    """Whether the name belongs to a router, a tower's table, trained rows or an objective, which are all small."""
+    """Returns whether a name belongs to a router, a tower's table, trained rows or an objective: all small."""
     if ".trainable_tokens_" in name:
         return True
     leaf = _PARTS.sub("", name).rpartition(".")[2]
@@ -187,16 +187,17 @@ def cache_spec(mesh: Mesh, shape: Sequence[int]) -> Spec:
 
 @cache  # called for every tensor whenever a step is traced
 def _chosen(name: str, rules: tuple[tuple[str, Spec], ...]) -> Spec | None:
+    """Returns the spec of the user's first rule that matches a tensor's name, or None."""
     return next((spec for glob, spec in rules if matches(glob, name)), None)
 
 
 def is_small(name: str) -> bool:
-    """Whether the name belongs to a norm or a bias, which are not sharded."""
+    """Returns whether a tensor's name belongs to a norm or a bias, which are not sharded."""
     return name.endswith("bias") or "norm" in name.rpartition(".")[0].rpartition(".")[2]
 
 
 def matches(glob: str, name: str) -> bool:
-    """Whether a rule's glob matches a tensor's name in the table."""
+    """Returns whether a rule's glob matches a tensor's name as `shown`, with or without a leading dot."""
     name = shown(name)
     return fnmatchcase(f".{name}", glob) or fnmatchcase(name, glob)
 
@@ -207,11 +208,13 @@ def shown(name: str) -> str:
 
 
 def place(mesh: Mesh, tensors: Iterable[Tensor], embedding: Embedding) -> list[Placed]:
-    """Returns the table of a model's tensors on a mesh, largest shard first; equal tensors of stacks share a row.
+    """Returns the table of a model's tensors on a mesh, largest shard first.
+
+    Tensors share a row if name as `shown`, spec and shape are equal.
 
     Raises:
-        ValueError: a user's rule matches no tensor or has more dimensions than a matching tensor; or a matrix with more
-            than a thousandth of the parameters would not be sharded.
+        ValueError: a user's rule matches no tensor or has more dimensions than a matching tensor; or the mesh
+            shards weights, but not a matrix with more than a thousandth of the parameters.
     """
     tensors = list(tensors)
     names = list(dict.fromkeys(shown(tensor.name) for tensor in tensors if not is_small(tensor.name)))
@@ -264,4 +267,5 @@ def _advice(mesh: Mesh, tensor: Tensor) -> str:
 
 
 def _some(names: list[str]) -> str:
+    """Joins the first five names, and counts the others."""
     return f"{', '.join(names[:5])}{f' and {len(names) - 5} more' if len(names) > 5 else ''}"
