@@ -43,7 +43,7 @@ _IGNORED = {
 
 
 def connect(model: torch.nn.Module, frozen: bool) -> None:
-    """Registers "tpu_kit" in transformers; see `families.registry`."""
+    """Registers "tpu_kit" in transformers, whatever the arguments; see `families.registry`."""
     register()
 
 
@@ -53,7 +53,7 @@ def register() -> None:
 
 
 def register_function(name: str, function: Callable[..., Any]) -> None:
-    """Registers an attention function in transformers; its calls get the bound `Visibility`."""
+    """Registers an attention function in transformers; calls get the bound `Visibility` as keyword `visibility`."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -73,7 +73,7 @@ def choose(attention: str, device_type: str) -> str:
         The registered name.
 
     Raises:
-        ValueError: the name is unknown, or it is "splash" and the device is not a TPU.
+        ValueError: the name is unknown, or it is "splash" and neither the device nor the lowered program is for TPU.
     """
     has_kernel = kernels_on(device_type) or is_lowering_for_tpu()
     if attention == "auto":
@@ -91,7 +91,7 @@ def choose(attention: str, device_type: str) -> str:
 
 
 def _with_visibility(function: Callable[..., Any], *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
-    """Calls an attention function with the bound `Visibility`, because transformers does not pass it."""
+    """Calls an attention function with the bound `Visibility`, which transformers does not pass; returns its result."""
     visibility = layer_inputs.current().visibility
     if token_shards() == 1:
         found: tuple[torch.Tensor, None] = function(*args, visibility=visibility, **kwargs)
@@ -129,7 +129,7 @@ def bound(implementation: str, visibility: Visibility, additions: tuple[torch.Te
 
 
 def sees_all(model: torch.nn.Module) -> bool:
-    """Whether all tokens see all earlier tokens at any distance, so that documents may share a prefix.
+    """Returns whether all tokens see all earlier tokens at any distance, so that documents may share a prefix.
 
     False with windows, which count a row's tokens, and with states or convolutions, which read preceding tokens.
     """
@@ -161,7 +161,7 @@ def sdpa_attention(
         key: (B, key-value heads, K, D).
         value: (B, key-value heads, K, D).
         attention_mask: (B, 1, Q, K), boolean or additive. None, or for rows in blocks the view from `bound`: the mask
-            of `visibility`.
+            of `visibility`, or no mask if Q and K differ.
         scaling: factor on the scores, default 1 / sqrt(D).
         dropout: must be 0 while training.
         sliding_window: number of keys a query sees, including its own. Applied only if Q = K: with a cache, the slot of
@@ -176,7 +176,7 @@ def sdpa_attention(
         The output (B, Q, heads, D), and None in place of the attention weights.
 
     Raises:
-        ValueError: the model passes an argument that this function does not know.
+        ValueError: the model passes an argument that this function does not know, or has dropout in training.
     """
     refuse_unknown(kwargs)
     refuse_dropout(module, dropout)
@@ -213,6 +213,7 @@ def _attend(
     scaling: float | None,
     softcap: float | None,
 ) -> torch.Tensor:
+    """Computes attention (B, heads, Q, D) by PyTorch's function; with softcap or sinks, by `_attention_of_scores`."""
     key, value = _repeat_heads(key, query.shape[1]), _repeat_heads(value, query.shape[1])
     # TorchTPU compiles the function to a kernel, which its CPU plugin cannot run.
     has_function = query.device.type != "tpu" or runs_kernels(query)
@@ -222,7 +223,7 @@ def _attend(
 
 
 def _in_blocks(length: int, device: torch.device) -> bool:
-    """Whether attention without a kernel is computed in blocks of queries; "meta" does not need it."""
+    """Returns whether attention without a kernel is computed in blocks of queries: long rows, not on cuda or meta."""
     return query_block(length) < length and device.type not in ("cuda", "meta")
 
 
@@ -279,6 +280,7 @@ def _attention_of_scores(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
+    """Computes attention (B, heads, Q, D) with explicit scores, for keys and values with as many heads as queries."""
     scores = torch.matmul(query, key.transpose(2, 3)) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap
@@ -291,7 +293,7 @@ def _attention_of_scores(
 
 
 def weights_of(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor:
-    """Computes the fp32 softmax of scores (..., K); sinks, broadcast to (..., 1), are an additional column."""
+    """Returns the fp32 softmax (..., K) of scores; sinks, broadcast to (..., 1), are an additional, dropped column."""
     if sinks is None:
         return torch.softmax(scores, dim=-1, dtype=torch.float32)
     column = sinks.float().expand(*scores.shape[:-1], 1)
@@ -299,6 +301,7 @@ def weights_of(scores: torch.Tensor, sinks: torch.Tensor | None) -> torch.Tensor
 
 
 def _and_window(mask: torch.Tensor, window: int) -> torch.Tensor:
+    """Restricts a boolean or additive mask (..., S, S): a query does not see keys `window` or more tokens earlier."""
     index = torch.arange(mask.shape[-1], device=mask.device)
     near = index[:, None] - index[None, :] < window
     return mask & near if mask.dtype == torch.bool else mask.masked_fill(~near, torch.finfo(mask.dtype).min)
@@ -310,6 +313,7 @@ def as_value(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tup
 
 
 def _repeat_heads(states: torch.Tensor, heads: int) -> torch.Tensor:
+    """Repeats each head of (B, h, S, D) heads / h times in a row: (B, heads, S, D)."""
     batch, have, length, head_dim = states.shape
     if have == heads:
         return states
@@ -318,7 +322,7 @@ def _repeat_heads(states: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def refuse_unknown(kwargs: Mapping[str, Any]) -> None:
-    """Refuses attention arguments of a model that change the result and are not implemented here.
+    """Refuses attention arguments of a model that may change the result and are not implemented here; None passes.
 
     Raises:
         ValueError: an argument is unknown; the text names it.
@@ -335,7 +339,7 @@ def refuse_unknown(kwargs: Mapping[str, Any]) -> None:
 
 
 def refuse_dropout(module: torch.nn.Module, dropout: float) -> None:
-    """Raises ValueError if a model in training asks for dropout of the attention weights."""
+    """Raises ValueError if dropout of attention weights is not 0 and the attention layer `module` is in training."""
     if dropout and module.training:
         names = [name for name in vars(getattr(module, "config", module)) if re.match("att.*drop", name)]
         name = names[0] if names else "attention_dropout"

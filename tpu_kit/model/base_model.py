@@ -59,7 +59,7 @@ class OutputHead(NamedTuple):
         return self.scaled(outputs)
 
     def scaled(self, outputs: torch.Tensor) -> torch.Tensor:
-        """Computes fp32 logits from the outputs of the linear layer."""
+        """Computes fp32 logits (fp64 from fp64) from the outputs of the linear layer: scale, then softcap."""
         logits = outputs.to(torch.promote_types(outputs.dtype, torch.float32)) * self.scale
         return logits if self.softcap is None else torch.tanh(logits / self.softcap) * self.softcap
 
@@ -78,14 +78,14 @@ def matrix_of(part: Any) -> Any:
 
 
 def is_tied(model: torch.nn.Module) -> bool:
-    """Whether the output embedding of a model uses the weight of its input embedding."""
+    """Returns whether a model's output embedding uses the weight of its input embedding; False without an output."""
     base = base_model(model)
     head = base.get_output_embeddings()
     return head is not None and matrix_of(head).weight is matrix_of(base.get_input_embeddings()).weight
 
 
 def tied_layers(base: PreTrainedModel) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
-    """Returns the pairs of an input and an output layer that are tied: the frozen pair, and the trained copies.
+    """Returns the (input, output) pairs of layers that are tied: the frozen pair, and the trained copies; or [].
 
     The model's configuration decides whether the frozen pair is tied, because at present it may not share a weight.
     """
@@ -103,7 +103,7 @@ def tied_layers(base: PreTrainedModel) -> list[tuple[torch.nn.Module, torch.nn.M
 
 
 def embedding_paths(model: torch.nn.Module) -> list[str]:
-    """Returns the prefixes of the parameter names of both embeddings, in a `PeftModel` or a plain model."""
+    """Returns the prefixes, with a final dot, of both embeddings' parameter names, in a `PeftModel` or plain model."""
     base = base_model(model)
     parts = {id(part) for part in (base.get_input_embeddings(), base.get_output_embeddings()) if part is not None}
     return [f"{path}." for path, part in model.named_modules() if id(part) in parts]
@@ -131,7 +131,7 @@ def output_embedding(model: torch.nn.Module) -> OutputHead:
 
 
 def _adapter_of_head(part: Any, weight: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Returns `OutputHead.down` and `up` from PEFT's wrapper of an output layer, (None, None) without an adapter."""
+    """Returns `OutputHead.down` and scaled `up` of a PEFT-wrapped output layer; (None, None) without adapter."""
     if "token_adapter" in part._modules:
         rows = part.token_adapter
         return (None, None) if rows.disable_adapters or rows.merged else rows_as_adapter(rows, weight)

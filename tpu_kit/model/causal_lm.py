@@ -29,7 +29,7 @@ from tpu_kit.model.sharding import partition
 
 
 def to_device(model: torch.nn.Module, device: torch.device | str) -> torch.nn.Module:
-    """Moves the model to `device` in place, and ties its embeddings again.
+    """Moves the model to `device`, or in shards to the mesh, in place, ties its embeddings again, and returns it.
 
     A move to XLA makes a new parameter per module, so tied embeddings silently become two parameters. This function
     does not call `tie_weights`, because transformers replaces it process-wide while another replica loads a model.
@@ -90,7 +90,7 @@ def compute_dtype(model: torch.nn.Module) -> torch.dtype:
 
 
 def autocast(device_type: str, dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context that runs matrix products in bf16; it does nothing for another compute dtype."""
+    """Returns a context of autocast to a 16-bit `dtype`, without a cache of cast weights; for fp32 it does nothing."""
     if dtype.itemsize > 2:  # fp32, or fp64 in tests; torch 2.11 would warn about fp64
         return contextlib.nullcontext()
     # All threads share the cache of cast weights. If replicas are threads, cache hits would depend on timing, and the

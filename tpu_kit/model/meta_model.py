@@ -67,7 +67,9 @@ def build(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def empty_model(config: TrainConfig) -> PreTrainedModel:
-    """Builds the base model like `load_model`, but without weights; call it under `torch.device("meta")`.
+    """Builds the base model like `load_model`, without weights and adapters; call it under `torch.device("meta")`.
+
+    Its dtype is fp32 with lora.r=0 or base_dtype=fp32, otherwise bf16 or quantized.
 
     Raises:
         ValueError: like `build`.
@@ -90,7 +92,7 @@ def derive(model: ModelConfig) -> Shape:
 
 
 def shape_of(model: PreTrainedModel, name: str) -> Shape:
-    """Derives the shape of a model on "meta"; `name` is for messages.
+    """Derives the shape of a model on "meta", which calls the kit's functions from then on; `name` is for messages.
 
     Raises:
         ValueError: the decoder does not run, or has no list of layers.
@@ -122,7 +124,7 @@ def shape_of(model: PreTrainedModel, name: str) -> Shape:
 
 
 def _experts(path: str, part: Any, chosen: int) -> Experts:
-    """Describes an experts module whose weights `experts.prepare` has laid out."""
+    """Describes an experts module after `experts.prepare`; `chosen`: experts per token."""
     names = experts.names_of(part)
     sizes = {name: getattr(part, name).shape for name in names}
     linears = tuple(Linear(name, shape[2], shape[1], part.has_bias) for name, shape in sizes.items())
@@ -131,7 +133,7 @@ def _experts(path: str, part: Any, chosen: int) -> Experts:
 
 
 def _linear(path: str, part: torch.nn.Module) -> Linear | None:
-    """Describes a linear layer, or GPT-2's Conv1D, which stores its weight transposed."""
+    """Describes a linear layer, or GPT-2's Conv1D, which stores its weight transposed; None for other modules."""
     if isinstance(part, torch.nn.Linear):
         return Linear(path, part.in_features, part.out_features, part.bias is not None)
     if type(part).__name__ == "Conv1D":
@@ -159,6 +161,7 @@ def _layers(decoder: Any) -> tuple[list[int], list[Layer], list[int]]:
 
 
 def _record_attention(module: torch.nn.Module, query: Any, key: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+    """Is the attention function of a trace: stands in by `attend`, and sets `Trace.attention`."""
     _active.get().attention = module, query.shape[1], key.shape[1], query.shape[-1]
     return attend(query, key, value).transpose(1, 2), None
 
@@ -181,6 +184,7 @@ class _FirstLayers(layer_calls.Placeholders):
 
 
 def _kind(layer: torch.nn.Module, hidden: torch.Tensor, args: Any, kwargs: Any) -> tuple[torch.Tensor, Layer]:
+    """Runs a layer forward and backward in a `Trace`; returns its hidden states, and its description."""
     modules, mixtures = dict(layer.named_modules()), dict(experts.modules_of(layer))
     paths = {part: path for path, part in modules.items()}
     routers, chosen = experts.routers_of(layer), dict.fromkeys(mixtures, 1)
@@ -288,7 +292,7 @@ class Trace(TorchDispatchMode):
         return output
 
     def count(self, result: torch.Tensor, flops: float) -> None:
-        """Adds a product. One with a weight has two axes; a weight's gradient has two, and no tokens."""
+        """Adds a product's FLOPs per token. A product with a weight has two axes; a weight's gradient is not added."""
         matrix = result.dim() == 2
         if not self.backward:
             self.flops["forward"] += flops
@@ -319,7 +323,7 @@ class Trace(TorchDispatchMode):
         self.backward = len(self.values)
 
     def alive(self, wide: set[int]) -> tuple[Alive, Alive, float]:
-        """Returns the peak bytes per token of forward and backward pass, and the bytes saved for the backward pass.
+        """Returns `Layer.forward`, `backward` and `saved`: peaks of both passes, and bytes saved, all per token.
 
         Args:
             wide: widths of arrays that exist for a single tile of tokens at a time.
@@ -358,11 +362,15 @@ class Trace(TorchDispatchMode):
 
 
 def _more(one: tuple[float, float], other: tuple[float, float]) -> bool:
+    """Returns whether a pair exceeds another in one number, and is not less in the other number."""
     return one != other and one[0] >= other[0] and one[1] >= other[1]
 
 
 def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """Stands in for the attention kernel: queries (B, heads, S, D) to outputs (B, heads, S, D of the values)."""
+    """Stands in, in a `Trace`, for the attention kernel: queries (B, heads, S, D) to (B, heads, S, D of the values).
+
+    The result has no values. Raises ValueError if the key-value heads do not divide the query heads.
+    """
     if query.shape[1] % key.shape[1]:
         raise ValueError(f"{query.shape[1]} query heads are not a multiple of {key.shape[1]} key-value heads")
     output: torch.Tensor = _Kernel.apply(query, key, value)
@@ -370,6 +378,8 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch
 
 
 class _Kernel(torch.autograd.Function):
+    """The kernel of `attend`; saves its inputs, its output and a sum per query."""
+
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
         given, axes = (query, key, value), query.shape[:-1]
@@ -384,7 +394,7 @@ class _Kernel(torch.autograd.Function):
 
 
 def _call(given: Sequence[torch.Tensor], results: Sequence[tuple[Any, torch.dtype]]) -> list[torch.Tensor]:
-    """Makes the kernel's results, with these shapes and dtypes; counts heads padded to whole lanes."""
+    """Returns uninitialized kernel results of these (shape, dtype), and traces them; pads heads to whole lanes."""
     trace = _active.get()
     sources = {*map(trace.place, given)}
     made = [given[0].new_empty(shape, dtype=dtype) for shape, dtype in results]

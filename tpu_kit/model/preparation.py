@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def use_attention(model: torch.nn.Module, choice: str, device_type: str) -> str:
-    """Sets the model's attention for a device, and returns its registered name."""
+    """Sets the model's attention for a device and `model.attention`; returns the registered name, as `choose` does."""
     implementation = attention.choose(choice, device_type)
     families.set_attention(base_model(model), implementation)
     return implementation
@@ -35,10 +35,11 @@ def prepare_layers(model: torch.nn.Module, config: TrainConfig, device_type: str
         device_type: "tpu", "torch-tpu", "xla-cpu", "cuda" or "cpu".
 
     Returns:
-        The result of `scan_layers`.
+        The loops, now the decoder's list of layers; None if it has no loops.
 
     Raises:
-        ValueError: from `scan_layers`, `families.check_trained` or `environment.check_family`.
+        ValueError: the device cannot run or train the model: from `scan_layers`, `families.check_trained`,
+            `attention.choose` or `environment.check_family`.
     """
     check_family(base_model(model).config.model_type, device_type)
     families.check_trained(model, device_type)
@@ -54,13 +55,13 @@ def prepare_layers(model: torch.nn.Module, config: TrainConfig, device_type: str
 
 
 def prepare_frozen(model: torch.nn.Module, config: TrainConfig, device_type: str) -> None:
-    """Sets the attention of a frozen model, and makes its layers loops that save no activations."""
+    """Sets a frozen model's attention, and makes its decoder layers loops (remat=full) where the device runs loops."""
     use_attention(model, config.model.attention, device_type)
     scan_layers(base_model(model).get_decoder(), replace(config.optim, remat="full"), device_type)
 
 
 def enable_remat(model: torch.nn.Module, keeps: bool = False) -> None:
-    """Makes the layers of a model on the CPU or a GPU recompute their activations in the backward pass.
+    """Makes a model's decoder layers, which are not loops, recompute their activations in the backward pass.
 
     With `keeps`, the layers save the results of matrix products and attention; see `activation_checkpointing`.
     """

@@ -36,7 +36,7 @@ def check_length(config: Any, max_length: int) -> None:
     """Checks that the rotary frequencies are constant in rows of `max_length` tokens.
 
     Raises:
-        ValueError: they change within `max_length`.
+        ValueError: they change within `max_length`. Rows over max_position_embeddings pass; `check_positions` has them.
     """
     most, limit = getattr(config, "max_position_embeddings", None), max_positions(config)
     if most is not None and limit is not None and limit < max_length <= most:
@@ -48,7 +48,7 @@ def check_length(config: Any, max_length: int) -> None:
 
 
 def fix_rotary(model: torch.nn.Module) -> Callable[[], None]:
-    """Makes the rotary frequencies of a model constant, in place; returns a function that undoes it."""
+    """Makes "longrope" and "dynamic" frequencies of a model constant, in place; returns a function that undoes it."""
     before: list[tuple[torch.nn.Module, dict[str, Any]]] = []
     for part in model.modules():
         kind: Any = getattr(part, "rope_type", None)
@@ -88,7 +88,7 @@ def connect(model: torch.nn.Module, frozen: bool = True) -> None:
 
 
 def _rotates_halves(own: Callable[..., Any]) -> bool:
-    """Tests on an example whether a family's function computes x cos + rotate_half(x) sin for queries and keys."""
+    """Returns whether a family's function, on an example, computes x cos + rotate_half(x) sin for queries and keys."""
     query, key, angles = (
         torch.arange(24.0, device="cpu").view(1, 1, 3, 8).sin() * factor for factor in (1.0, 2.0, 3.0)
     )
@@ -107,7 +107,7 @@ def _rotate(
     own: Callable[..., Any], q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *args: Any,
     **kwargs: Any,
 ) -> Any:  # fmt: skip
-    """Rotates by halves on XLA; calls the family's own function elsewhere, and if only a part of a head rotates."""
+    """Returns (q, k) rotated by halves on XLA; by `own` elsewhere, and if only a part of a head rotates."""
     if q.device.type != "xla" or not cos.shape[-1] == q.shape[-1] == k.shape[-1]:
         return own(q, k, cos, sin, *args, **kwargs)
     return rotate_halves(q, k, cos, sin, *args, **kwargs)
@@ -116,18 +116,21 @@ def _rotate(
 def rotate_halves(
     q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, unsqueeze_dim: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes transformers' `apply_rotary_pos_emb` for angles with two equal halves."""
+    """Returns (q, k) like transformers' `apply_rotary_pos_emb`, for `cos` and `sin` with two equal halves."""
     half = cos.shape[-1] // 2
     cos, sin = cos[..., :half].unsqueeze(unsqueeze_dim), sin[..., :half].unsqueeze(unsqueeze_dim)
     return _Rotation.apply(q, cos, sin), _Rotation.apply(k, cos, sin)
 
 
 def _by_halves(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotates (..., D) by angles whose cosines and sines are (..., D / 2)."""
     first, second = x.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
 
 
 class _Rotation(torch.autograd.Function):
+    """`_by_halves` with a gradient for x only."""
+
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(cos, sin)

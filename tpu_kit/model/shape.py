@@ -84,12 +84,12 @@ class Experts:
         return (pairs + self.count * (tile - 1)) // tile * tile
 
     def read(self, tokens: int) -> float:
-        """Returns the expected number of experts that `tokens` tokens choose, if all experts are equally likely."""
+        """Returns the expected number of distinct experts that `tokens` tokens choose, if all are equally likely."""
         return float(self.count * (1 - (1 - self.chosen / self.count) ** tokens))
 
 
 def tile_rows(pairs: int, experts: int) -> int:
-    """Returns the rows of a tile of `xla.grouped`: about half of an expert's average rows, from 16 (bf16) to 256."""
+    """Returns the rows of a tile of `xla.grouped`: the power of 2 up to half of an expert's average, in 16 to 256."""
     return 1 << max(4, min(8, (pairs // (2 * experts)).bit_length() - 1))
 
 
@@ -167,7 +167,7 @@ class Layer:
         return sum(one.parameters for one in self.linears) + _elements(self.others) + mixed
 
     def weights(self, tokens: int | None = None) -> float:
-        """Number of elements of the matrices, with all experts or the average that `tokens` tokens choose."""
+        """Returns the number of elements of the matrices; with `tokens`, only of the average experts they choose."""
         mixed = sum(each.weights * (each.read(tokens) if tokens else each.count) for each in self.experts)
         return sum(one.inputs * one.outputs for one in self.linears) + mixed
 
@@ -239,7 +239,7 @@ class Shape:
         return [(name, size) for name, size in found if "pos" not in name and not _PROJECTOR.search(name)]
 
     def adapted_projector(self, lora: LoraConfig) -> list[Linear]:
-        """The matrices of the projector that have adapters."""
+        """Returns the matrices of the projector that have adapters, by paths in the model; [] without lora.vision."""
         pairs = self.projector if lora.vision else []
         return [Linear(name.removesuffix(".weight"), width, rows, False) for name, (rows, width) in pairs]
 
@@ -254,7 +254,7 @@ class Shape:
         return int(sum(kind.weights() * count for kind, count in self.counted))
 
     def flops(self, *times: float) -> float:
-        """FLOPs per token of all layers: each part of `Layer.products` so many times, with the chosen experts'."""
+        """Returns FLOPs per token of all layers, experts included; `times` weights the parts of `Layer.products`."""
         return sum(
             count * number * (part + 2 * sum(each.weights * each.chosen for each in kind.experts))
             for kind, count in self.counted for number, part in zip(times, kind.products, strict=True)
@@ -277,7 +277,7 @@ class Shape:
 
     @property
     def recomputed_twice(self) -> float:
-        """The share of layers that optim.remat=blocks recomputes twice: all but the last layer of every block."""
+        """Share, 0 to 1, of layers that optim.remat=blocks recomputes twice: all but the last layer of every block."""
         return sum(loop.turns * (loop.period - 1) for loop in self.blocks) / self.layers
 
     @property
@@ -286,7 +286,7 @@ class Shape:
         return sum(len(loop.neighbours) for loop in self.loops)
 
     def mesh_problems(self, mesh: Mesh) -> list[str]:
-        """Returns the reasons why the axes of a mesh cannot shard the model, as texts."""
+        """Returns the reasons why the axes of a mesh cannot shard the model, as texts; [] if they can."""
         found = [text for kind in self.kinds for text in mesh.problems(kind.heads, kind.kv_heads)]
         if mesh.context > 1:
             start, fix = f"launch.mesh: {mesh}: ", "is not supported with an axis that shards tokens; use fsdp instead"
@@ -297,12 +297,12 @@ class Shape:
         return list(dict.fromkeys(found))
 
     def stacks(self, *, scanned: bool = True) -> Iterator[tuple[str, list[int]]]:
-        """Yields every stack of layers, or every layer: its path in the model, and the numbers of its layers."""
+        """Yields (path in the model, numbers of its layers) per stack or, if not `scanned`, per layer."""
         found = stacks(self.loops) if scanned else ((str(number), [number]) for number in range(self.layers))
         yield from ((f"{self.layers_path}.{path}", layers) for path, layers in found)
 
     def has_adapter(self, lora: LoraConfig, layer: int | None, linear: Linear) -> bool:
-        """Whether a linear layer has an adapter; `layer` is the number of its decoder layer, None outside of layers."""
+        """Returns whether a linear layer has an adapter; `layer`: number of its decoder layer, None if outside."""
         if not lora.r or lora.targets == "all-linear":
             left_out = WITHOUT_ADAPTER.get(self.family, ())
             return bool(lora.r) and linear.path.rpartition(".")[2] not in left_out
@@ -310,12 +310,12 @@ class Shape:
 
     @staticmethod
     def is_target(lora: LoraConfig, path: str) -> bool:
-        """Whether `lora.targets` names the linear layer at a path in the model."""
+        """Returns whether `lora.targets`, not all-linear, names the linear layer at a path in the model by its end."""
         wanted = [lora.targets] if isinstance(lora.targets, str) else lora.targets
         return any(f".{path}".endswith(f".{one}") for one in wanted)
 
     def check_targets(self, lora: LoraConfig) -> None:
-        """Calls the function `check_targets` for this model."""
+        """Raises ValueError if the adapters do not fit this model; see the function `check_targets`."""
         paths = [f".{one.path}" for one in self.linears_outside]
         paths += [
             f".{self.layers_path}.{layer}.{one.path}"
@@ -337,12 +337,12 @@ class Shape:
 
 
 def undivided(widths: Iterable[tuple[str, int]], group: int) -> list[str]:
-    """Returns the linear layers, with input sizes, in which half of the inputs is not a multiple of an int4 group."""
+    """Returns "name (inputs)" of the `Shape.widths` for which half of the inputs is not a multiple of an int4 group."""
     return list(dict.fromkeys(f"{name} ({width})" for name, width in widths if width % (2 * group)))
 
 
 def check_groups(widths: Sequence[tuple[str, int]], group: int) -> None:
-    """Raises ValueError for layers that are `undivided`."""
+    """Raises ValueError if some layers are `undivided`, with the group sizes that fit."""
     if wrong := undivided(widths, group):
         fitting = [size for size in (256, 128, 64, 32, 16) if not undivided(widths, size)]
         advice = f"set it to {fitting[0]}" if fitting else "use model.base_dtype=int8"
@@ -352,7 +352,7 @@ def check_groups(widths: Sequence[tuple[str, int]], group: int) -> None:
 
 
 def check_targets(lora: LoraConfig, paths: Sequence[str], model: str, ends: tuple[str, str]) -> None:
-    """Checks `lora.targets`, `lora.full` and `lora.tokens` against the layers of a model.
+    """Checks `lora.targets`, `lora.full` and `lora.tokens` against the layers of a model; nothing for lora.r=0.
 
     Args:
         lora: the adapters.
@@ -411,4 +411,5 @@ def _read(kind: Any, value: Any) -> Any:
 
 
 def _elements(parameters: Iterable[tuple[str, tuple[int, ...]]]) -> int:
+    """Returns the number of elements of (name, shape) parameters."""
     return sum(math.prod(shape) for _, shape in parameters)

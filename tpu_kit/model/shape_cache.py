@@ -37,6 +37,7 @@ def shape_of(model: ModelConfig) -> Shape:
 
 @cache
 def _read_or_derive(path: Path, model: ModelConfig) -> Shape:
+    """Reads a shape from `path`, or derives it and tries to write it there; once per process for equal arguments."""
     try:
         return Shape.from_dict(json.loads(path.read_text()))
     except (OSError, ValueError, TypeError, KeyError, AttributeError):  # no file, or a partial file
@@ -51,10 +52,10 @@ def _read_or_derive(path: Path, model: ModelConfig) -> Shape:
 
 
 def shape_key(model: ModelConfig) -> str:
-    """Hashes the inputs of a shape: config.json, the code that derives it, and the version of transformers.
+    """Hashes a shape's inputs to 32 hex digits: config.json, the code that derives it, and transformers' version.
 
     Raises:
-        ValueError: config.json is missing.
+        ValueError: config.json is missing or cannot be read.
     """
     own = Path(model.name).expanduser()
     code = sorted(own.glob("*.py")) if model.trust_remote_code and own.is_dir() else []
@@ -66,6 +67,7 @@ def shape_key(model: ModelConfig) -> str:
 
 
 def _read(model: ModelConfig) -> str:
+    """Returns the text of a model's config.json: GGUF metadata, else assets/shapes.json, else folder or hub."""
     name = f"model.name={model.name}"
     if model.gguf_file:
         return _gguf_config(model)
@@ -89,6 +91,7 @@ def _gguf_config(model: ModelConfig) -> str:
 
 
 def _find(model: ModelConfig) -> Path:
+    """Returns the path of a model's config.json, downloaded if it is on the hub; ValueError if it cannot be."""
     folder = Path(locate(model))
     if folder.is_dir():
         return folder / "config.json"

@@ -22,7 +22,7 @@ from tpu_kit.xla.splash_blocks import padded_length
 
 
 def connect(model: torch.nn.Module, frozen: bool) -> None:
-    """Registers the function in transformers; see `families.registry`."""
+    """Registers "tpu_kit_splash" in transformers, whatever the arguments; see `families.registry`."""
     register()
 
 
@@ -49,8 +49,9 @@ def splash_attention(
 ) -> tuple[torch.Tensor, None]:
     """Computes attention with the splash kernel; transformers calls it.
 
-    Without segment ids (a decode step, a plain forward pass), it falls back to `sdpa_attention`; the arguments are
-    described there. On a mesh, `spec` shards query, key and value, by default as in training.
+    Without segment ids (a decode step, a plain forward pass), or if Q and K differ, it falls back to `sdpa_attention`;
+    arguments, result and errors are described there. A mask is used only in a call without segment ids. On a mesh,
+    `spec` shards query, key and value, by default as in training. If not `trains`, the kernel has no gradients.
     """
     length = query.shape[2]
     if not causal or not (visibility.everywhere or sliding_window is not None):
@@ -84,7 +85,7 @@ def splash_kernel(
     settings: SplashSettings,
     *others: torch.Tensor,
 ) -> torch.Tensor:
-    """Computes causal attention within segments with JAX's splash kernel, or without a TPU by `sdpa_attention`.
+    """Computes attention within segments with JAX's splash kernel, or without a TPU by `sdpa_attention`.
 
     Args:
         query: (B, heads, S, D), scaled; S is 128, 256, 512 or a multiple of 1024.
@@ -111,6 +112,8 @@ def splash_kernel(
 
 
 class _Splash(torch.autograd.Function):
+    """The kernel with gradients for query, key, value and, if given as the last tensor, sinks."""
+
     @staticmethod
     def forward(ctx: Any, settings: SplashSettings, *tensors: torch.Tensor) -> torch.Tensor:
         output, log_sums = _forward(settings, *tensors)
@@ -133,7 +136,7 @@ class _Splash(torch.autograd.Function):
 
 
 def _forward(settings: SplashSettings, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Runs the forward kernel; with remat=outputs, the recomputation reuses the results of the first forward pass."""
+    """Returns the kernel's output and log sums; with remat=outputs, a recomputation reuses the first results."""
     if not activation_checkpointing.is_open():
         output, log_sums = pallas.splash_forward(settings, *tensors)
         return output, log_sums

@@ -40,7 +40,7 @@ class StatesHead(torch.nn.Module, abc.ABC):
         """Returns the changed states, with the shape (..., H) and dtype of `hidden`."""
 
     def files(self, trained: Mapping[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Returns the contents of NAME.safetensors and NAME.json; `trained` has CPU tensors by the run's names."""
+        """Returns (tensors of NAME.safetensors, dict of NAME.json); `trained`: "objective.PARAMETER" -> CPU tensor."""
         weights = {name: trained[f"objective.{name}"].contiguous() for name, _ in self.named_parameters()}
         return weights, {_CLASS: f"{type(self).__module__}:{type(self).__qualname__}", **self.settings}
 
@@ -52,12 +52,12 @@ def find_head(folder: Path) -> str | None:
 
 
 def title(name: str) -> str:
-    """Returns the title of a head in messages, from its `StatesHead.name`."""
+    """Returns the title of a head in messages, "my-name head", from its `StatesHead.name`, "my_name"."""
     return f"{name.replace('_', '-')} head"
 
 
 def file_names(name: str) -> tuple[str, str]:
-    """Returns the names of a head's files."""
+    """Returns the names of a head's two files: NAME.json, NAME.safetensors."""
     return f"{name}.json", f"{name}.safetensors"
 
 
@@ -65,7 +65,7 @@ def attach(decoder: torch.nn.Module, folder: Path, hidden_size: int, objective: 
     """Makes a decoder apply the head in a folder to its states; does nothing if the folder has no head.
 
     Args:
-        decoder: decoder of transformers, which returns `last_hidden_state`.
+        decoder: decoder of transformers, which returns `last_hidden_state`; gets a submodule and a forward hook.
         folder: folder of the trained weights.
         hidden_size: hidden size of the model.
         objective: `optim.objective`. Its module is the only code outside of the kit that may be imported.
@@ -109,14 +109,14 @@ def attach(decoder: torch.nn.Module, folder: Path, hidden_size: int, objective: 
 
 
 def _correct(decoder: torch.nn.Module, inputs: Any, output: Any) -> Any:
-    """The forward hook; it reads the head from the decoder, because a copy of the model has its own head."""
+    """Is the decoder's forward hook: applies the decoder's own head, also in a copy, to `output`, in place."""
     output.last_hidden_state = getattr(decoder, _ATTRIBUTE).correct(output.last_hidden_state)
     return output
 
 
 @contextlib.contextmanager
 def without_head(folder: Path) -> Iterator[Path]:
-    """Yields a folder of links to the trained weights without the head; without a head, the folder itself."""
+    """Yields a temporary folder of links to the trained weights without the head; without a head, the folder itself."""
     name = find_head(folder)
     if name is None:
         yield folder

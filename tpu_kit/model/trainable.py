@@ -78,7 +78,7 @@ def load_model(
 def adapt(
     model: PreTrainedModel, lora: LoraConfig, base_dtype: str, seed: int = 0, tokens: Sequence[int] | None = None
 ) -> torch.nn.Module:
-    """Makes a causal language model trainable, on any device.
+    """Makes a causal language model trainable, in place, on any device.
 
     Args:
         model: the base model, in the dtypes that `causal_lm` describes.
@@ -88,10 +88,10 @@ def adapt(
         tokens: the ids of `lora.tokens`; None: the first ids, for a model on "meta".
 
     Returns:
-        The same weights, with adapters if lora.r > 0; `requires_grad` marks trained parameters.
+        A `PeftModel` with fp32 adapters if lora.r > 0, otherwise `model`; `requires_grad` marks trained parameters.
 
     Raises:
-        ValueError: if the LoRA targets or their initialization do not match the model.
+        ValueError: the LoRA settings do not match the model, or the kit cannot compute its layers or attention.
     """
     _connect(model, base_dtype, frozen=lora.r > 0)
     adapted: torch.nn.Module = model.requires_grad_(True)
@@ -137,7 +137,10 @@ def adapt(
 
 
 def freeze(model: PreTrainedModel, base_dtype: str) -> PreTrainedModel:
-    """Prepares a loaded base model as a frozen model beside the trained model; `base_dtype`: see `adapt`."""
+    """Prepares a loaded base model, in place, as a frozen model in evaluation mode beside the trained model.
+
+    `base_dtype`: see `adapt`. Raises ValueError if the kit cannot compute its layers, attention or output head.
+    """
     _connect(model, base_dtype, frozen=True)
     if model.config.model_type not in COMPARED and model.device.type != "meta":
         check_head(model)
@@ -145,7 +148,7 @@ def freeze(model: PreTrainedModel, base_dtype: str) -> PreTrainedModel:
 
 
 def _connect(model: PreTrainedModel, base_dtype: str, frozen: bool) -> None:
-    """Makes a transformers model call the kit's functions."""
+    """Makes a transformers model call the kit's functions, and sets its compute dtype; ValueError if it cannot."""
     families.connect(model, frozen)
     families.set_attention(model, attention.SDPA)
     if model.config.get_text_config()._attn_implementation != attention.SDPA:
@@ -189,6 +192,9 @@ def _targets(model: PreTrainedModel, lora: LoraConfig, others: list[str], projec
         lora: the adapters.
         others: linear layers that get no adapters, such as in a tower.
         projector: the projector's linear layers if it is trained, otherwise empty.
+
+    Raises:
+        ValueError: a target matches no layer or only frozen vision layers, or from `check_targets`.
     """
     from transformers.pytorch_utils import Conv1D
 
@@ -212,7 +218,7 @@ def _targets(model: PreTrainedModel, lora: LoraConfig, others: list[str], projec
 
 
 def _beside_experts(model: PreTrainedModel) -> list[str]:
-    """Lists the targets of all-linear in a mixture of experts: attention, dense and shared MLPs. Otherwise empty.
+    """Returns the layer names of all-linear in a mixture of experts: attention, dense and shared MLPs; otherwise [].
 
     PEFT's own all-linear would add experts and routers.
     """
