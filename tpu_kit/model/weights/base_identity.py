@@ -35,6 +35,9 @@ _PATTERNS = ("model*.safetensors", "pytorch_model*.bin")  # transformers prefers
 def identify(model: ModelConfig) -> Identity | None:
     """Returns the identity of a base model; None for a model of the hub that is neither cached nor reachable.
 
+    Keys: "files" (name -> "bytes" and digests "sampled" or "hub"), and, if known, "repo", "commit", "settings", "rope".
+    Asks the hub, unless `model.revision` is a cached commit.
+
     Raises:
         ValueError: from `source.locate`.
     """
@@ -68,7 +71,7 @@ def pin(model: ModelConfig, began: Identity | None = None) -> tuple[ModelConfig,
     A branch is pinned to the commit of `began` if its weights have not changed since, otherwise to its newest commit.
 
     Returns:
-        The model, and the result of `identify` for it.
+        A copy of the settings (unchanged for a folder or an unknown commit), and the model's identity as in `identify`.
     """
     ours = began if began and began.get("repo") == model.name else None
     if ours and model.revision is None:
@@ -82,7 +85,10 @@ def pin(model: ModelConfig, began: Identity | None = None) -> tuple[ModelConfig,
 
 
 def differences(began: Identity | None, now: Identity | None) -> list[str]:
-    """Returns differences of weight files and rotary positions, as texts; values missing in either do not differ."""
+    """Returns differences of weight files and rotary positions, as texts; [] for equal commits or unknown weights.
+
+    Files differ if only one identity has them; digests and positions that only one identity has do not differ.
+    """
     if not began or not now or not (then := began["files"]) or not (here := now["files"]):
         return []
     if "commit" in began and began["commit"] == now.get("commit"):
@@ -122,7 +128,7 @@ def other_place(began: Identity | None, now: Identity | None) -> list[str]:
 
 
 def identify_adapter(place: str) -> Identity:
-    """Returns the identity of an adapter's folder or URL, by the content of its tensors.
+    """Returns {"files": {name: {"bytes", "md5"}}} of the safetensors files in an adapter's folder or URL.
 
     Raises:
         OSError: the object store cannot be read.
@@ -134,12 +140,13 @@ def identify_adapter(place: str) -> Identity:
 
 
 def _md5(path: Path) -> str:
+    """Returns the hexadecimal MD5 digest of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, partial(hashlib.md5, usedforsecurity=False)).hexdigest()
 
 
 def fingerprint(identity: Identity | None) -> str:
-    """Returns a short text that is equal for equal weights: a commit, or a hash of the files' digests."""
+    """Returns a text that is equal for equal weights: commit, else hash of the sampled digests; "unknown" for None."""
     if identity is None:
         return "unknown"
     digests = sorted((name, one.get("sampled")) for name, one in identity["files"].items())
@@ -149,7 +156,8 @@ def fingerprint(identity: Identity | None) -> str:
 def base_of_adapter(model: ModelConfig, adapter: Path | None, identity: Identity | None = None) -> ModelConfig:
     """Returns the base of an adapter, or of a run's whole model, pinned to the hub's commit of the training.
 
-    Prints a line if the folder, for example from another tool, does not identify its base weights.
+    Prints a line to stderr if the folder, for example from another tool, does not identify its base weights. Without an
+    adapter or such a base.json, returns `model` unchanged.
 
     Args:
         model: the base model.
@@ -199,17 +207,19 @@ def base_of_adapter(model: ModelConfig, adapter: Path | None, identity: Identity
 
 @cache
 def _tell(text: str) -> None:
+    """Prints a line to stderr, once per text in a process."""
     print(text, file=sys.stderr, flush=True)
 
 
 def _weights(names: Iterable[str], model: ModelConfig) -> list[str]:
-    """Returns the names of the weight files among a model's files."""
+    """Returns the sorted weight files among a model's files: the GGUF file, else safetensors, else .bin files."""
     names = sorted(name for name in names if "/" not in name)
     matching = ([name for name in names if fnmatch(name, pattern)] for pattern in _PATTERNS)
     return [model.gguf_file] if model.gguf_file else next(filter(None, matching), [])
 
 
 def _local_files(folder: Path, model: ModelConfig) -> dict[str, dict[str, Any]]:
+    """Returns weight file -> "bytes", "sampled" and, in the hub's cache, "hub"; skips unreadable files."""
     files: dict[str, dict[str, Any]] = {}
     for name in _weights((path.name for path in folder.iterdir()), model):
         with contextlib.suppress(OSError):  # loading reports errors
@@ -222,7 +232,7 @@ def _local_files(folder: Path, model: ModelConfig) -> dict[str, dict[str, Any]]:
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """Returns a digest of config.json without its location and version, and its rotary positions.
+    """Returns "settings", a digest of config.json without location and version, and "rope", its rotary positions.
 
     Without a readable config.json, returns an empty dictionary.
     """
@@ -250,7 +260,7 @@ def _rope(settings: Mapping[str, Any]) -> dict[str, Any]:
 
 @lru_cache(1024)
 def _sampled(path: Path, inode: int, size: int, modified: int) -> str:
-    """Returns a digest of evenly spaced samples of a file, and of a safetensors file's header."""
+    """Returns a digest of evenly spaced samples of a file, and of a safetensors header; cached by all arguments."""
     found = hashlib.sha256()
     last, step = size - _SAMPLE, max(_SAMPLE, (size - _SAMPLE) // (_SAMPLES - 1))
     with path.open("rb", buffering=0) as file:

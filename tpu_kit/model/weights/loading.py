@@ -75,7 +75,7 @@ def load_base(
 
 
 def read_model(config: ModelConfig, dtype: torch.dtype | Literal["auto"], /, **options: Any) -> PreTrainedModel:
-    """Calls from_pretrained with `options`; raises ValueError like `load_base`."""
+    """Calls from_pretrained with `options`, without towers that the run does not use; ValueError as in `load_base`."""
     from safetensors import SafetensorError
 
     name, settings = locate(config), options.get("config") or read_config(config)
@@ -107,7 +107,7 @@ def read_model(config: ModelConfig, dtype: torch.dtype | Literal["auto"], /, **o
 
 
 def forget_quantizer(model: PreTrainedModel) -> None:
-    """Removes a model's quantization settings, because transformers would refuse to train and save the model."""
+    """Removes a model's quantization settings, in place; with them, transformers would refuse to train and save it."""
     from transformers.quantizers import HfQuantizer
 
     quantizer: Any = getattr(model, "hf_quantizer", None)  # may be None, as for a GGUF file
@@ -115,7 +115,7 @@ def forget_quantizer(model: PreTrainedModel) -> None:
 
 
 def _undo(config: ModelConfig, dtype: torch.dtype | Literal["auto"], method: str) -> PreTrainedModel:
-    """Loads a model with the tool that quantized it, if it is installed, and dequantizes its weights."""
+    """Loads a model with the tool that quantized it, and dequantizes its weights; ValueError if it is not installed."""
     try:
         model = read_model(config, dtype)
         plain: PreTrainedModel = model.dequantize(dtype=dtype)
@@ -136,7 +136,9 @@ _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
 def load_frozen(config: ModelConfig, settings: PreTrainedConfig | None = None) -> PreTrainedModel:
-    """Loads the frozen base model of adapters on the CPU in `config.base_dtype`; see `load_base`.
+    """Loads the base model of adapters on the CPU in `config.base_dtype`; see `load_base`.
+
+    Quantized weights are read from the folder `config.quant_cache`, or written to it if they are not there.
 
     Raises:
         ValueError: from `load_base`, or the weights cannot be quantized to this dtype.
@@ -152,7 +154,7 @@ def load_frozen(config: ModelConfig, settings: PreTrainedConfig | None = None) -
 
 
 def _quantized(config: ModelConfig, scheme: Scheme, reading: _Reading | None = None) -> PreTrainedModel:
-    """Quantizes weights while they are read, or after `load_base` has dequantized them."""
+    """Loads a model and quantizes its weights while they are read, or after `load_base` has dequantized them."""
     method = None if config.gguf_file else quantized_by(config)
     if config.gguf_file or method not in (None, "mxfp4"):
         model = load_base(config, torch.bfloat16)
@@ -199,12 +201,12 @@ class _Reading:
             setattr(owner, leaf, getattr(owner, leaf).to(torch.bfloat16))
 
     def changes(self, name: str) -> bool:
-        """Whether `stored` converts this weight."""
+        """Returns whether `stored` converts the tensor `name`: a weight to quantize, or a bias of experts."""
         path, _, leaf = name.rpartition(".")
         return name in self.places or (path in self.mixtures and leaf in experts.shaped_names(self.mixtures[path]))
 
     def stored(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns the model's tensors, by name, for a weight or a bias of experts from the files."""
+        """Returns the model's tensors, by name, for a weight from the files; ValueError if its shape does not fit."""
         path, _, leaf = name.rpartition(".")
         shaped = partial(experts.shaped, self.mixtures[path], leaf) if path in self.mixtures else None
         if name not in self.places:
@@ -220,7 +222,7 @@ class _Reading:
         return self._kept(name, {f"{path}.{leaf}": one for leaf, one in zip(leaves, found, strict=True)})
 
     def _kept(self, name: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Writes the tensors of a weight to a file, and returns them memory-mapped from it."""
+        """Writes a weight's tensors to `folder`, and returns them memory-mapped; unchanged without folder or room."""
         from safetensors import SafetensorError
         from safetensors.torch import load_file, save_file
 
@@ -277,7 +279,7 @@ def _through_cache(config: ModelConfig, scheme: Scheme, folder: Path) -> PreTrai
 
 
 def _key(config: ModelConfig, scheme: Scheme) -> str | None:
-    """Hashes the identity of the weights and their storage; None if the weights cannot be identified."""
+    """Hashes the weights' identity and storage to 16 hex digits; None if a hub model's commit is unknown."""
     name, base = locate(config), None
     if Path(name).is_dir():
         files = sorted(path for path in Path(name).iterdir() if path.suffix in (".json", ".safetensors", ".bin"))
@@ -313,7 +315,7 @@ def _write(model: PreTrainedModel, scheme: Scheme, folder: Path) -> int:
 
 @cache
 def _settings() -> Any:
-    """Registers the kit's quantization method in transformers; returns the class of its settings."""
+    """Registers the kit's quantization method in transformers; returns the class of its settings (bits, group)."""
     from transformers.core_model_loading import ConversionOps, WeightConverter
     from transformers.integrations.mxfp4 import convert_moe_packed_tensors
     from transformers.quantizers import HfQuantizer

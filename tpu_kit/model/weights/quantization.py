@@ -67,7 +67,7 @@ class Scheme:
         return "int8" if self.bits == 8 else f"int4 in groups of {self.group}"
 
     def stored(self, outputs: int, inputs: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Returns the shapes and dtypes of a layer's buffers."""
+        """Returns {"weight": (shape, dtype), "scale": (shape, dtype)} of a layer's buffers."""
         if self.bits == 8:
             return {"weight": ((outputs, inputs), torch.int8), "scale": ((outputs,), torch.bfloat16)}
         return {
@@ -86,6 +86,7 @@ class Scheme:
         return torch.cat(integers).T.contiguous(), torch.cat(scales, dim=1).mT.contiguous()
 
     def _quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Quantizes fp32 rows (O, I); in int4, the results are (O, I / 2) and (2, O, I / G), not yet transposed."""
         if self.bits == 8:
             scale = (weight.abs().amax(1) / 127).to(torch.bfloat16)  # at most 0.2 % smaller: no value exceeds 127
             return torch.round(weight / _divisor(scale.float())[:, None]).to(torch.int8), scale
@@ -157,7 +158,7 @@ class QuantizedLinear(torch.nn.Linear):
     scale: torch.Tensor
 
     def __init__(self, inputs: int, outputs: int, scheme: Scheme, bias: torch.nn.Parameter | None = None) -> None:
-        """Makes a layer without values, on PyTorch's default device."""
+        """Makes a layer with uninitialized buffers, on PyTorch's default device; `bias` is used as it is."""
         torch.nn.Module.__init__(self)
         self.in_features, self.out_features, self.scheme = inputs, outputs, scheme
         for name, (shape, dtype) in scheme.stored(outputs, inputs).items():
@@ -183,7 +184,7 @@ class QuantizedLinear(torch.nn.Linear):
 
 
 class _Product(torch.autograd.Function):
-    """Computes input @ W.T, and saves only the integers and scales of W."""
+    """Computes input @ W.T, and saves only the integers and scales of W; the gradient is for input only."""
 
     @staticmethod
     def forward(ctx: Any, input: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, scheme: Scheme) -> Any:
@@ -217,7 +218,7 @@ def layers_of(model: PreTrainedModel) -> dict[str, torch.nn.Linear]:
 
 
 def replace_layers(model: PreTrainedModel, scheme: Scheme) -> None:
-    """Replaces a decoder's linear layers and experts by empty quantized layers; drops their weights.
+    """Replaces a decoder's linear layers and experts, in place, by uninitialized quantized layers; keeps biases only.
 
     Raises:
         ValueError: the decoder has no linear layers, or the group size does not divide half of their inputs.
@@ -245,7 +246,7 @@ def replace_layers(model: PreTrainedModel, scheme: Scheme) -> None:
 
 
 def places(model: PreTrainedModel) -> dict[str, tuple[torch.nn.Module, list[str]]]:
-    """Returns a model's quantized weights: name -> (their module, the names of their integers and scales in it)."""
+    """Returns the weights that quantization applies to: name -> (module, names of integers and scales in it)."""
     found: dict[str, tuple[torch.nn.Module, list[str]]] = {
         f"{name}.weight": (layer, ["weight", "scale"]) for name, layer in layers_of(model).items()
     }
@@ -255,7 +256,7 @@ def places(model: PreTrainedModel) -> dict[str, tuple[torch.nn.Module, list[str]
 
 
 def quantize_model(model: PreTrainedModel, scheme: Scheme) -> None:
-    """Quantizes a loaded model on the CPU, in place, layer by layer.
+    """Quantizes the linear layers and experts of a loaded model on the CPU, in place, one by one.
 
     Raises:
         ValueError: from `replace_layers`.
@@ -285,7 +286,7 @@ def rounded(scheme: Scheme, weight: torch.Tensor, shaped: Callable[[torch.Tensor
 
 
 def stacked(count: int, parts: Iterable[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
-    """Stacks the tensors of `count` experts, which `parts` makes one at a time."""
+    """Returns stacks (count, ...) of the tensors of `count` experts, which `parts` makes one at a time."""
     found: list[torch.Tensor] = []
     for place, part in enumerate(parts):
         found = found or [tensor.new_empty((count, *tensor.shape)) for tensor in part]

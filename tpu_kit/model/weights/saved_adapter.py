@@ -18,7 +18,7 @@ _SHOWN_DIFFERENCES = 5
 
 
 def is_whole(folder: Path) -> bool:
-    """Whether the result of a run is a whole model, as with lora.r=0, instead of an adapter."""
+    """Returns whether a folder has a whole model (config.json), as with lora.r=0, instead of an adapter."""
     return (folder / "config.json").is_file() and not (folder / ADAPTER_FILES[0]).is_file()
 
 
@@ -58,7 +58,7 @@ def read_adapter(folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
 def attach_adapter(
     model: torch.nn.Module, folder: Path, settings: Any, tensors: dict[str, torch.Tensor], name: str
 ) -> torch.nn.Module:
-    """Adds an adapter to its base model.
+    """Adds an adapter to its base model, in place, and returns the `PeftModel`.
 
     Args:
         model: the base model.

@@ -35,14 +35,15 @@ def shipped_shapes() -> dict[str, dict[str, Any]]:
 
 
 def _copied(name: str) -> str:
+    """Returns a hub id's name without organization and "meta-", in lower case."""
     return name.partition("/")[2].lower().removeprefix("meta-")
 
 
 def shipped_shape(model: ModelConfig) -> dict[str, Any] | None:
-    """Returns a model's config.json from assets/shapes.json.
+    """Returns a model's config.json from assets/shapes.json, of the text model unless `model.images`.
 
-    None if the model is unknown, is a folder, or has a revision. In the file, vision models have the rest of their
-    configuration under "with_images".
+    None if the model is unknown, is a folder, or has a revision. A copy by `MIRRORS` has its original's. In the file,
+    vision models have the rest of their configuration under "with_images".
     """
     found = _shape_named(model)
     if found is None or "with_images" not in found:
@@ -52,6 +53,7 @@ def shipped_shape(model: ModelConfig) -> dict[str, Any] | None:
 
 
 def _shape_named(model: ModelConfig) -> dict[str, Any] | None:
+    """Like `shipped_shape`, as in the file; ignores case."""
     if model.revision is not None or Path(model.name).is_dir():
         return None
     if model.name.partition("/")[0] in MIRRORS:
@@ -67,7 +69,7 @@ def did_you_mean(name: str) -> str:
 
 
 def locate(config: ModelConfig) -> str:
-    """Returns the folder of a model, or its hub id.
+    """Returns the folder of a model, or its hub id; does not ask the hub whether it exists.
 
     Raises:
         ValueError: the folder does not exist, has no model, or has git-lfs pointers in place of files.
@@ -102,6 +104,7 @@ def locate(config: ModelConfig) -> str:
 
 
 def _is_pointer(path: Path) -> bool:
+    """Returns whether a file is a git-lfs pointer."""
     with path.open("rb") as file:
         return is_lfs_pointer(file.read(64))
 
@@ -174,13 +177,13 @@ def load_tokenizer(config: ModelConfig, adapter: str | Path | None = None) -> Pr
 
 
 def _saw_plain_text(checkpoint: Path) -> bool:
-    """Whether a checkpoint's run trained on plain text; false for other folders."""
+    """Returns whether a checkpoint's run trained on plain text; False for other folders."""
     state = checkpoint / "state.json"
     return state.is_file() and json.loads(state.read_text()).get("turns") == "none"
 
 
 def refuse(config: ModelConfig, error: Exception) -> None:
-    """Raises ValueError if transformers refused to run the model's own code, or lacks its family."""
+    """Raises ValueError if `error` is transformers' refusal of the model's own code or of an unknown family."""
     from transformers import PreTrainedConfig
 
     if "trust_remote_code" in str(error):
@@ -230,7 +233,7 @@ def read_config(config: ModelConfig, needed: bool = False) -> PreTrainedConfig |
 
 
 def leave_out_towers(settings: Any, images: bool = False) -> bool:
-    """Removes a configuration's optional parts for audio, and for vision unless `images`; returns if it had any."""
+    """Sets optional audio and, unless `images`, vision configs to None, in place; returns whether there were any."""
     parts = ("audio_config",) if images else ("vision_config", "audio_config")
     names = [name for name in parts if getattr(settings, name, None) is not None]
     found = [name for name in names if getattr(type(settings)(), name) is None]
@@ -241,7 +244,7 @@ def leave_out_towers(settings: Any, images: bool = False) -> bool:
 
 @cache
 def modules_left_out(config: ModelConfig) -> tuple[str, ...]:
-    """Returns the names of the modules that loading leaves out: towers for images and audio that a run does not use."""
+    """Returns the sorted names of modules that loading leaves out: image and audio towers that a run does not use."""
     import torch
 
     settings = read_config(config)
@@ -329,7 +332,7 @@ def check_positions(length: int, positions: int | None, whose: str = "the model"
 
 
 def token_numbers(config: ModelConfig, lora: LoraConfig) -> list[int]:
-    """Returns the ids of `lora.tokens`; raises ValueError for texts that are not tokens of the model's tokenizer."""
+    """Returns the ids of `lora.tokens` ([] for null); ValueError for "added", or texts unknown to the tokenizer."""
     if lora.tokens is None:
         return []
     if lora.finds_tokens:

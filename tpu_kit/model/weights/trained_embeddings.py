@@ -29,7 +29,7 @@ def ends_of(model: PreTrainedModel) -> tuple[str, str]:
 
 
 def peft_settings(model: PreTrainedModel, lora: LoraConfig, numbers: Sequence[int]) -> dict[str, Any]:
-    """Returns the settings of PEFT's `LoraConfig` for trained rows and trained matrices.
+    """Returns arguments of PEFT's `LoraConfig` for trained rows and trained matrices; {} for neither.
 
     The tokens' rows in an untied output embedding are trained too. Tied embeddings stay tied; PEFT's default would
     train a copy of one matrix.
@@ -50,7 +50,7 @@ def peft_settings(model: PreTrainedModel, lora: LoraConfig, numbers: Sequence[in
 
 
 def connect(adapted: torch.nn.Module) -> None:
-    """Makes the embeddings of a `PeftModel` run the kit's code, in place.
+    """Makes trained rows of a `PeftModel` run the kit's code, in place, and casts a trained input embedding's output.
 
     Outputs have the dtype of the frozen matrix, which the residual stream needs, even if a matrix is trained in fp32.
     """
@@ -68,6 +68,7 @@ def connect(adapted: torch.nn.Module) -> None:
 
 @cache
 def _token_rows() -> type:
+    """Returns the class `TokenRows`, which needs PEFT."""
     from peft.tuners.trainable_tokens.layer import TrainableTokensLayer
 
     class TokenRows(TrainableTokensLayer):
@@ -97,7 +98,7 @@ def _token_rows() -> type:
 
 
 def described(settings: Mapping[str, Any]) -> list[str]:
-    """Describes the adapters of embeddings in an adapter_config.json; empty if there are none."""
+    """Returns texts that describe the adapters of embeddings in an adapter_config.json; [] if there are none."""
     targets = settings.get("target_modules") or ()
     names = [one for one in ([] if isinstance(targets, str) else sorted(targets)) if one.split(".")[-1] in EMBEDDINGS]
     found = ["trained rows of tokens"] if settings.get("trainable_token_indices") else []
@@ -107,7 +108,7 @@ def described(settings: Mapping[str, Any]) -> list[str]:
 
 
 def untie(adapted: torch.nn.Module) -> None:
-    """Unties the embeddings if merging would add both embeddings' LoRA to their shared weight.
+    """Unties embeddings, in place, if merging would add both embeddings' LoRA to their shared weight.
 
     PEFT then notes in the merged model's configuration that its embeddings are not tied.
     """
@@ -132,7 +133,7 @@ def names_in_files(params: Iterable[str]) -> dict[str, str]:
 
 
 def tied_names(adapted: Any) -> dict[str, str]:
-    """Returns the second name in files of a matrix that is trained as both embeddings: first -> second."""
+    """Returns {first name: second name} in files of a matrix that is trained as both tied embeddings, or {}."""
     base = base_model(adapted)
     parts = base.get_input_embeddings(), base.get_output_embeddings()
     if not is_tied(adapted) or not all("modules_to_save" in part._modules for part in parts):
