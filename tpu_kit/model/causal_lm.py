@@ -85,7 +85,7 @@ def hidden_states(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> 
 
 
 def compute_dtype(model: torch.nn.Module) -> torch.dtype:
-    """Returns the dtype of the matrix products of a model from `load_model` or `adapt`."""
+    """Returns the dtype of the matrix products of a model from `load_model`, `adapt` or `freeze`."""
     return model._tpu_kit_compute_dtype  # type: ignore[return-value]  # mypy expects a tensor or a module
 
 

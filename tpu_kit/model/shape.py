@@ -162,7 +162,7 @@ class Layer:
 
     @cached_property
     def parameters(self) -> int:
-        """Number of parameters."""
+        """Number of parameters, all experts included."""
         mixed = sum(each.count * one.parameters for each in self.experts for one in each.linears)
         return sum(one.parameters for one in self.linears) + _elements(self.others) + mixed
 

@@ -82,7 +82,7 @@ def check_trained(model: torch.nn.Module, device_type: str) -> None:
 
 @cache
 def _precise(kind: Any) -> Any:
-    """Makes a subclass, once per router class, that runs without autocast, because many routers need fp32."""
+    """Returns a subclass of a router class, cached, that runs without autocast, because many routers need fp32."""
 
     def forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         device = hidden_states.device.type
@@ -112,8 +112,8 @@ def targets_for_peft(model: Any, names: Iterable[str]) -> tuple[list[str], list[
     """Returns PEFT's target_modules and target_parameters for the linear layers of a model that end in `names`.
 
     In the families of Qwen2-MoE and Mixtral, PEFT takes some names for names of experts. Linear layers with such names,
-    for example in shared experts, are adapted as parameters: the second list has "parent.name.weight", without routers.
-    For other models, the first list has all names, sorted, and the second is empty.
+    for example in shared experts, are adapted as parameters: the second list has their "parent.name.weight", without
+    routers, and the first has the other names. Both are sorted.
     """
     from peft import LoraConfig as PeftLoraConfig
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
@@ -310,7 +310,7 @@ def _as_in_files(experts: Any) -> Iterator[None]:
 
 @cache
 def _wrapper(kind: Any) -> Any:
-    """Makes a subclass of a PEFT `ParamWrapper` class that leaves prepared experts to `experts_forward`."""
+    """Returns a subclass, cached, of PEFT's `ParamWrapper` that leaves prepared experts to `experts_forward`."""
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         if hasattr(self.get_base_layer(), "form"):

@@ -85,7 +85,7 @@ class InputWork:
 
     @property
     def weights(self) -> int:
-        """Number of elements of the matrices."""
+        """Number of elements of all matrices of the tower and the projector."""
         return sum(map(math.prod, (*self.tower, *self.projector)))
 
 

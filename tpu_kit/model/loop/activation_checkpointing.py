@@ -210,9 +210,10 @@ _ATTENTION = "aten._scaled_dot_product_"  # prefix of attention kernels
 
 
 def _policy(context: Any, operation: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Chooses the results that torch's checkpoint saves: results of attention kernels, and of expensive products.
+    """Returns MUST_SAVE for results of attention kernels and expensive products, otherwise PREFER_RECOMPUTE.
 
-    Batched products are not saved: these are the large scores of attention without a kernel.
+    A product is expensive below `_CHEAP_RATIO`. Batched products are not saved: these are the large scores of attention
+    without a kernel.
     """
     name = str(operation)
     kept = name.startswith(_ATTENTION)
@@ -267,7 +268,7 @@ class _Recomputed(torch.nn.Module):
 
 
 def autocast_now(device_type: str) -> dict[str, Any]:
-    """Returns the arguments of `torch.autocast` that restore its current state in a backward pass."""
+    """Returns arguments with which `torch.autocast` restores its state on a device type; disabled for "meta"."""
     if device_type == "meta":  # meta has no autocast
         return {"device_type": "cpu", "enabled": False}
     return {

@@ -321,7 +321,7 @@ def kept_states(decoder: torch.nn.Module) -> dict[int, torch.Tensor]:
 
 
 def stacked_names(model: torch.nn.Module) -> dict[str, list[str]]:
-    """Returns name of a trained stack -> names of its slices in the model without stacks."""
+    """Returns name of a trained stacked parameter -> names of its slices in the model without stacks; {} without."""
     found = {}
     for path, part in model.named_modules():
         if isinstance(part, Placeholders):

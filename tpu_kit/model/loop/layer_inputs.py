@@ -143,7 +143,7 @@ def bound(inputs: LayerInputs) -> Iterator[None]:
 
 
 def kept(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a function so that it runs with the currently bound inputs, at any time and in any thread."""
+    """Wraps a function so that it runs with the inputs that are bound now, at any time and in any thread."""
     inputs = current()
 
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -365,7 +365,7 @@ class _Block:
         self, part: int, carry: Tree, upstream: Tensors, hidden: torch.Tensor, results: Tensors,
         tensors: dict[str | int, torch.Tensor],
     ) -> tuple[Tree, dict[Any, torch.Tensor]]:  # fmt: skip
-        """Like `backward` for a single layer, from the states before it, its saved results and its tensors."""
+        """Like `backward` for a single layer; `upstream`: gradients of the tensors that it leaves in the mapping."""
         gradient, constants, sums = carry
         with torch.enable_grad(), activation_checkpointing.recording(self.keeps, results):
             hidden = hidden.detach().requires_grad_()
@@ -381,10 +381,10 @@ class _Block:
         return (gradient, constants, sums), dict(zip(trained, found, strict=False))
 
     def _leaf(self, index: int, name: str | int, tensor: torch.Tensor) -> torch.Tensor:
-        """Makes an autograd leaf from a trained tensor.
+        """Returns an autograd leaf of a trained tensor; with autocast, the weights of `cast_once` in its dtype.
 
-        With autocast, an adapter's gradient is computed in bf16. The loop stacks it in bf16, in half the memory, and
-        `_Scanned` converts it to fp32 after the loop.
+        The gradient of such a weight is computed in bf16. The loop stacks it in bf16, in half the memory; `_Scanned`
+        converts it to fp32 after the loop.
         """
         kind = tensor.device.type
         if name in self.cast[index] and torch.is_autocast_enabled(kind):

@@ -102,8 +102,9 @@ def is_column(path: str, outputs: int, inputs: int, hidden: int) -> bool:
 def spec_of(tensor: Tensor, embedding: Embedding, mesh: Mesh) -> Spec:
     """Returns the spec of a model's tensor on a mesh, without axes that do not divide their dimension.
 
-    If no axis of a matrix divides its dimension, as in an output head with an odd vocabulary, the two dimensions swap
-    their axes.
+    Norms and biases stay whole. The first of `mesh.rules` that matches the name takes precedence over the derived spec.
+    If no axis of a derived matrix divides its dimension, as in an output head with an odd vocabulary, both dimensions
+    swap their axes.
 
     Args:
         tensor: the tensor.
@@ -177,8 +178,8 @@ def _stays_whole(name: str) -> bool:
 def cache_spec(mesh: Mesh, shape: Sequence[int]) -> Spec:
     """Returns the spec of keys and values (B, heads, S, D), and of queries, in generation.
 
-    Shards the heads over all devices that share the weights if these divide the number of heads. Otherwise shards the
-    rows over the batch axes, and the heads over "model", as far as they divide.
+    Shards the rows over "data" and the heads over the axes that share the weights if these divide the number of heads.
+    Otherwise shards the rows over the batch axes, and the heads over "model", as far as they divide.
     """
     shared = mesh.over_weights(_ROWS)[0]
     by_heads = shape[1] % mesh.shards(shared) == 0

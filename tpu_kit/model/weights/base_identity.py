@@ -246,9 +246,9 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _rope(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns kind, factor and base of rotary positions; transformers 5 writes them as `rope_parameters`.
+    """Returns "rope_type" and, if known, "factor" and "rope_theta"; transformers 5 writes them as `rope_parameters`.
 
-    Parameters per kind of layer, as in Gemma, are left out, because older files name them in several ways.
+    Empty for parameters per kind of layer, as in Gemma, because older files name them in several ways.
     """
     given = settings.get("rope_parameters") or settings.get("rope_scaling") or {}
     if any(isinstance(one, Mapping) for one in given.values()):

@@ -241,7 +241,10 @@ class _Reading:
 
 
 def _through_cache(config: ModelConfig, scheme: Scheme, folder: Path) -> PreTrainedModel:
-    """Loads quantized weights from the cache, or quantizes and caches them; a lock admits one process of a machine."""
+    """Loads quantized weights from the cache, or quantizes and caches them; a lock admits one process of a machine.
+
+    Prints a line if it caches them, if it cannot, or if it replaces a damaged entry.
+    """
     if (key := _key(config, scheme)) is None:
         return _quantized(config, scheme)
     model: PreTrainedModel | None = None

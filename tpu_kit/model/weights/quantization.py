@@ -125,15 +125,15 @@ def _divisor(scale: torch.Tensor) -> torch.Tensor:
 
 
 def _four_bits(groups: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Returns values from 0 to 15 of groups (O, I / G, G), given steps and offsets (2, O, I / G)."""
+    """Rounds groups (O, I / G, G) to values from 0 to 15, as floats, given steps and offsets (2, O, I / G)."""
     step, offset = scale.float()[..., None].unbind()
     return torch.round((groups - offset) / _divisor(step)).clamp(0, 15)
 
 
 def _least_squares(groups: torch.Tensor) -> torch.Tensor:
-    """Returns the steps and offsets, out of seven, with the smallest squared error of the groups (O, I / G, G).
+    """Returns bf16 steps and offsets (2, O, I / G) with the smallest squared error of the groups (O, I / G, G).
 
-    The candidates are the range from a group's minimum to its maximum, and narrower ranges with the same center.
+    The seven candidates are the range from a group's minimum to its maximum, and narrower ranges with the same center.
     """
     low, high = groups.aminmax(dim=-1)
     best = torch.full(low.shape, float("inf"), dtype=torch.float64)

@@ -63,7 +63,7 @@ def _shape_named(model: ModelConfig) -> dict[str, Any] | None:
 
 
 def did_you_mean(name: str) -> str:
-    """Returns a question with the known model whose name is closest to `name`; empty if no name is close."""
+    """Returns " did you mean NAME?" with the known model whose name is closest to `name`; "" if no other is close."""
     names = {known.lower(): known for known in shipped_shapes()}
     return "".join(f" did you mean {names[guess]}?" for guess in closest(name, names, 0.8) if names[guess] != name)
 
@@ -198,7 +198,7 @@ def refuse(config: ModelConfig, error: Exception) -> None:
 
 
 def absent_family(config: ModelConfig, family: str | None, writer: str | None = None) -> str:
-    """Describes a model of a family that transformers lacks; `writer` is the version that wrote config.json."""
+    """Returns the error text for a family that transformers lacks; `writer` is the version that wrote config.json."""
     from transformers import __version__
 
     wanted = f"{writer} wrote its config.json: pip install 'transformers>={writer}'"
@@ -212,8 +212,8 @@ def read_config(config: ModelConfig, needed: bool = False) -> PreTrainedConfig |
     """Reads a model's configuration; None if it cannot be read, which loading then reports.
 
     Raises:
-        ValueError: the model has its own code and `trust_remote_code` is off; transformers lacks its family; or the
-            configuration is `needed` and cannot be read.
+        ValueError: the model has its own code and `trust_remote_code` is off; transformers lacks its family; the
+            configuration breaks its class's own rules, or is `needed` and cannot be read.
     """
     from transformers import AutoConfig
 
@@ -283,10 +283,10 @@ def model_class(config: ModelConfig) -> Any:
 
 
 def settings_of(config: ModelConfig) -> Any:
-    """Returns a model's configuration, from assets/shapes.json if that has the model.
+    """Returns a model's configuration, without unused towers, from assets/shapes.json if that has the model.
 
     Raises:
-        ValueError: the configuration is missing, or lacks sizes.
+        ValueError: the configuration is missing or lacks sizes, or transformers lacks its family.
     """
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
