@@ -26,7 +26,7 @@ class OutputHead(NamedTuple):
     Attributes:
         weight: (V, H).
         bias: (V,), or None.
-        softcap: bound of the logits, or None.
+        softcap: bound c of the logits, c tanh(logits / c), or None.
         scale: factor on the logits.
         down: (R, H), the first factor of an adapter; None without an adapter.
         up: (V, R), the second factor of an adapter, or None.

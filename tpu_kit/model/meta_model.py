@@ -258,8 +258,8 @@ class Trace(TorchDispatchMode):
 
     Attributes:
         attention: the last call of an attention function: module, query heads, key-value heads, size of a head.
-        flops: FLOPs per token of matrix products by torch's formulas: "forward", "backward" without the gradients of
-            weights, and of these, "weights", which take as many as the products with weights in the forward pass.
+        flops: FLOPs per token of matrix products by torch's formulas: "forward"; "backward", without gradients of
+            weights; "weights", the gradients of all weights, counted as the forward products with weights.
     """
 
     def __init__(self) -> None:

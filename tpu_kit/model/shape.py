@@ -63,7 +63,7 @@ def scale_groups(inputs: int, group: int) -> int:
 class Experts:
     """A layer's experts: their path, their number, the number that a token chooses, and the products of one expert.
 
-    `padding` of an expert's weights only fill tiles.
+    `padding` is the number of elements of an expert's weights that only fill tiles.
     """
 
     path: str
@@ -181,8 +181,8 @@ class Shape:
         vocabulary: rows of the embedding.
         hidden: hidden size.
         tied: whether input and output embedding share a weight.
-        ends: paths of the input and the output embedding.
-        positions: maximum length of a sequence.
+        ends: paths of the input and the output embedding, "" if absent.
+        positions: maximum length of a sequence; 2**30 if config.json does not limit it.
         layers_path: path of the list of layers, such as "model.layers".
         outside: (name, shape) of the parameters outside of layers; a tied embedding counts once.
         linears_outside: linear layers of the decoder outside of layers, by their paths in the model.

@@ -2,7 +2,7 @@
 
 A family's module offers `connect(model, frozen)`: the model's layers then call the module's functions; a second call
 does nothing. These functions are optional: `check_trained(model, device_type)` raises ValueError if the device cannot
-train the model's trained weights. `own_attention(model)` returns the attention of parts that keep their own.
+train the model's trained weights. `own_attention(model)` returns {name of a sub-configuration: its own attention}.
 `loop_layers(model, optim, device_type)` makes further layers loops. `decoder_inputs(model, batch)` handles the columns
 of a batch in `INPUTS`. Only a model that needs a family imports its module.
 """

@@ -107,7 +107,7 @@ class LayerInputs(NamedTuple):
     Attributes:
         visibility: visibility of the rows.
         cache: cache of generation; None outside of generation.
-        device_type: "tpu", "xla-cpu", "cuda" or "cpu"; the cached attention chooses its kernels by it.
+        device_type: a `launch.device_type` such as "tpu"; the cached attention chooses its kernels by it.
         additions: (B, S, H) tensors that are added to the outputs of the first layers; empty without images.
     """
 

@@ -39,7 +39,7 @@ _PARTS = re.compile(r"\.(base_layer|lora_\w+|token_adapter|modules_to_save|origi
 
 
 class Embedding(NamedTuple):
-    """The sizes that rules need: H, whether input and output embedding are tied, and the same for a teacher."""
+    """The sizes that rules need: H, whether input and output embedding are tied, and a teacher's sizes or None."""
 
     hidden: int = 0
     tied: bool = False
