@@ -39,7 +39,7 @@ from tpu_kit.training.checkpoint.manifest import CORRUPT, MANIFEST, Checkpoint, 
 
 
 class BucketStore(FolderStore):
-    """The checkpoints of a run in an object store.
+    """The checkpoints of a run in an object store, below `url`.
 
     An object store has no locks that end with their holder. The object owner-<number>.json with the largest number
     names the owner and the valid checkpoints. A commit, or a new owner, creates the next number on the condition that
@@ -63,7 +63,7 @@ class BucketStore(FolderStore):
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """See `FolderStore.writing`; takes over from a process on another machine."""
+        """See `FolderStore.writing`; refuses this user's processes on this machine, takes over from other machines'."""
         path = _lock_file(self.files.url)
         with ExitStack() as held:
             try:
@@ -77,12 +77,12 @@ class BucketStore(FolderStore):
             yield
 
     def discard(self, checkpoint: Checkpoint) -> None:
-        """See `FolderStore.discard`."""
+        """See `FolderStore.discard`; raises ValueError if another process has become the owner."""
         self._update(drop=[checkpoint.folder])
         self._delete(checkpoint.folder)
 
     def set_aside(self, folder: str) -> str:
-        """See `FolderStore.set_aside`; renames only the manifest."""
+        """See `FolderStore.set_aside`; renames only the manifest, and returns its new name. Raises as `discard`."""
         manifest = f"{folder}/{MANIFEST}"
         self._update(drop=[folder])
         self.files.write(manifest + CORRUPT, self.files.read_all([manifest]).get(manifest, b""))
@@ -90,7 +90,7 @@ class BucketStore(FolderStore):
         return manifest + CORRUPT
 
     def restart(self) -> None:
-        """See `FolderStore.restart`."""
+        """See `FolderStore.restart`; moves the objects to the URL with the suffix `.previous`. Raises as `discard`."""
         listing = self.files.list()
         if names := [name for name in listing if not owner_numbers([name])]:
             previous = ObjectFolder(f"{self.files.url}.previous")
@@ -109,6 +109,7 @@ class BucketStore(FolderStore):
 
     @contextmanager
     def _commit(self, folder: str, step: int, shared: bool) -> Iterator[None]:
+        """See `FolderStore._commit`; keeps the files after an OSError. Raises as `discard`."""
         self._check()
         replaced = [one for one in self._about["commits"] if same_step(one, step)]
         try:
@@ -123,6 +124,7 @@ class BucketStore(FolderStore):
             self._delete(*replaced)
 
     def _put_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> Entry:
+        """Uploads a safetensors object by way of this machine's temporary folder; returns its size and MD5."""
         with tempfile.TemporaryDirectory(prefix="tpu_kit-upload-") as staging:  # for a single file at a time
             path = Path(staging, "tensors")
             try:
@@ -136,12 +138,14 @@ class BucketStore(FolderStore):
         self.files.remove(name for folder in folders for name in self.files.list(folder))
 
     def _clean(self) -> None:
+        """Removes the folders in `Contents.left`; raises as `discard`."""
         listing = self.files.list()
         self._check()  # after the list, because a later owner may have written files before it
         left = set(self._sorted(listing, self._about).left)
         self.files.remove(name for name in listing if name.partition("/")[0] in left)
 
     def _take_over(self) -> None:
+        """Makes this process the owner; prints a note if the former owner has not released its ownership."""
         while True:
             listing, self._number, before = read_owner(self.files)
             contents = self._sorted(listing, before)
@@ -158,12 +162,13 @@ class BucketStore(FolderStore):
             print(f"{before['holder']} was writing to {self.files.url}: this process takes it over", file=sys.stderr)
 
     def _release(self) -> None:
+        """Marks the ownership as released, if this process still has it; ignores errors of the store."""
         self._about["released"] = True  # the next owner then prints no takeover
         with suppress(OSError, ValueError):
             self._update()
 
     def _update(self, add: Iterable[str] = (), drop: Iterable[str] = ()) -> None:
-        """Changes the list of valid folders; raises ValueError if another process has become the owner."""
+        """Creates the next owner object with folders added or dropped; raises ValueError if there is another owner."""
         commits = [*(folder for folder in self._about["commits"] if folder not in {*drop}), *add]
         about = {**self._about, "commits": commits, "dropped": sorted({*self._about["dropped"], *drop})}
         try:
@@ -179,7 +184,7 @@ class BucketStore(FolderStore):
             self.files.remove(owner_name(number) for number in owner_numbers(listing) if number < self._number)
 
     def _check(self) -> Listing:
-        """Lists all objects; raises ValueError if they include a later owner's object."""
+        """Returns the listing of all objects; raises ValueError if another process has made a later owner object."""
         listing, number, owner = read_owner(self.files)
         if number > self._number and owner["id"] != self._about["id"]:
             raise in_use(self.files.url, owner["holder"])
@@ -188,10 +193,12 @@ class BucketStore(FolderStore):
 
 
 def _lock_file(url: str) -> Path:
+    """Returns the path of this user's lock file for a URL, in this machine's temporary folder."""
     name = hashlib.blake2b(f"{socket.gethostname()} {os.getuid()} {url}".encode(), digest_size=8).hexdigest()
     return Path(tempfile.gettempdir(), f"tpu_kit-{name}.lock")
 
 
 def _no_temporary_folder(error: Exception) -> OSError:
+    """Makes the error for a temporary folder that cannot be written to, with the next action."""
     text = f"{tempfile.gettempdir()} cannot be written to ({error}): set TMPDIR to another folder"
     return OSError(atomic.error_number(error), text)

@@ -22,7 +22,10 @@ _PAUSE = 0.5  # seconds between two checks for receipts
 
 
 class BackgroundWriter:
-    """Runs one write at a time in a thread. As a context manager, it waits on exit until the last write has ended."""
+    """Runs one write at a time in a thread. As a context manager, it waits on exit until the last write has ended.
+
+    The exit raises the error of that write, or prints it if the context itself raises an error.
+    """
 
     def __init__(self) -> None:
         self._executor = ThreadPoolExecutor(1)
@@ -30,13 +33,14 @@ class BackgroundWriter:
 
     @property
     def _failed(self) -> bool:
+        """Whether the last write has failed, and its error was not raised yet."""
         return self._last is not None and self._last.done() and self._last.exception() is not None
 
     def __enter__(self) -> Self:
         return self
 
     def poll(self) -> None:
-        """Raises the error of the last write, if it has failed; never waits."""
+        """Raises the error of the last write once, if it has failed; never waits."""
         if self._failed:
             self.wait()
 
@@ -60,6 +64,7 @@ class BackgroundWriter:
             print(failure, file=sys.stderr, flush=True)  # the context's own error matters more
 
     def _start(self, write: Callable[[], None]) -> None:
+        """Starts a write in the thread; call `wait` before, or the previous write's error is lost."""
         self._last = self._executor.submit(write)
 
 
@@ -72,10 +77,13 @@ class Attempt:
     broken: Callable[[], bool]  # whether this host's own part could not be written
 
     def receipts(self, read: Callable[[], Mapping[str, bytes]]) -> dict[str, dict[str, Any]]:
-        """Waits for all receipts, which `read` returns by name; returns the parts' sizes and digests by file name.
+        """Waits for all receipts, which `read` returns by file name, such as training-3.json.
+
+        Returns:
+            {"bytes": size, "md5": digest} by name of the part's file, such as training-3.safetensors.
 
         Raises:
-            OSError: a part was not written.
+            OSError: this host's part could not be written, or a receipt is missing after `PATIENCE`.
         """
         until, wanted = time.monotonic() + PATIENCE, {f"training-{host}.json" for host in range(self.hosts)}
         while missing := sorted(wanted - (found := read()).keys()):

@@ -6,7 +6,7 @@
   which has the step that counts; see tpu_kit.training.checkpoint.manifest
 - step-00000412-1f2e3d4c-3f9a1c07b2de/: the same, written in an object store: a hash of its address, then an attempt
 - owner-00000007.json: in an object store, names the valid checkpoints; see `gcs_store.BucketStore`
-- step-00000300.corrupt/: set aside by `CheckpointManager.newest`; in an object store the file manifest.json.corrupt
+- step-00000300.corrupt/: set aside by `CheckpointManager`; in an object store the file manifest.json.corrupt in it
 - .step-00000412.3f9a1c07b2de.part/: on a disk, an attempt, perhaps of a killed process
 - .step-00000412.old/: on a disk, exists briefly while the same step is saved again
 - .lock: on a disk, locked by the process that writes here; contains its host and PID
@@ -44,7 +44,7 @@ def attempt_name(url: str) -> str:
 
 
 def place_hash(url: str) -> str:
-    """Returns a hash of a URL, which distinguishes attempts made there from checkpoints copied there."""
+    """Returns a URL's hash, 8 hexadecimal digits, to tell attempts made there from checkpoints copied there."""
     return hashlib.blake2b(url.encode(), digest_size=4).hexdigest()
 
 
@@ -55,23 +55,24 @@ def same_step(folder: str, step: int) -> bool:
 
 @dataclass(frozen=True)
 class Contents:
-    """The content of a checkpoints folder: names of its folders, by kind."""
+    """The content of a checkpoints folder: the names in it, by kind, without owner objects and other hidden names."""
 
-    counted: list[str] = field(default_factory=list)  # checkpoints; of equal steps the last is valid
+    counted: list[str] = field(default_factory=list)  # checkpoints, perhaps damaged; of equal steps the last is valid
     left: list[str] = field(default_factory=list)  # from killed processes, or not yet committed
     aside: list[str] = field(default_factory=list)  # set aside as damaged
     strange: dict[str, str] = field(default_factory=dict)  # any other file or folder -> its description
 
 
 def sort_out(listing: Iterable[str], owner: Owner, here: str = "") -> Contents:
-    """Sorts the files of a checkpoints folder, by name, into `Contents`.
+    """Sorts the names in a checkpoints folder into `Contents`.
 
-    Without an owner object, all folders with a manifest are checkpoints. With it, an attempt made here or where the
-    object was made is a checkpoint if the object lists it; folders from elsewhere are, until the owner drops them.
+    Without an owner object, all folders with a manifest, or with files and a checkpoint's name, count. With it, an
+    attempt made here or where the object was made counts if the object lists it, even if its files are lost; folders
+    from elsewhere count until the owner drops them.
 
     Args:
-        listing: the names of all files.
-        owner: the newest owner object.
+        listing: the names of all files, relative to the folder.
+        owner: the content of the newest owner object; empty if there is none.
         here: `place_hash` of this place; empty on a disk.
     """
     inside: dict[str, set[str]] = {}
@@ -102,11 +103,12 @@ def sort_out(listing: Iterable[str], owner: Owner, here: str = "") -> Contents:
 
 
 def _deeper(inside: Iterable[str]) -> list[str]:
+    """Returns the paths in subfolders that are manifests, sorted."""
     return sorted(path for path in inside if path.endswith(f"/{MANIFEST}"))
 
 
 def describe(name: str, inside: Iterable[str]) -> str:
-    """Describes a file (`inside` is {""}) or a folder with these files that is not a checkpoint."""
+    """Says why a file (`inside` is {""}) or a folder with these files is no checkpoint: "is an archive: unpack it"."""
     inside = set(inside)
     if deeper := _deeper(inside):
         return f"holds {deeper[0]}: it is one folder too deep, or of an earlier tpu_kit"
@@ -121,7 +123,7 @@ def describe(name: str, inside: Iterable[str]) -> str:
 
 
 def lies_around(run: LocalFolder | ObjectFolder) -> list[str]:
-    """Describes traces of a run in a run folder without checkpoints; empty if there are none."""
+    """Returns a sentence for every trace of a run in an output_dir that has no checkpoints; empty if there are none."""
     names, found = run.names(), []
     for name in sorted(names):
         folder, plain = name.endswith("/"), name.rstrip("/")
@@ -137,7 +139,7 @@ def lies_around(run: LocalFolder | ObjectFolder) -> list[str]:
 
 
 def owner_name(number: int) -> str:
-    """Returns the name of an owner object."""
+    """Returns the name of an owner object, such as owner-00000007.json."""
     return f"owner-{number:08d}.json"
 
 

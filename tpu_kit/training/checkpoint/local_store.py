@@ -76,6 +76,7 @@ class FolderStore:
             damaged = now
 
     def _look(self, verify: bool) -> tuple[list[Checkpoint], list[Rejected]]:
+        """Scans the folder once; see `list_checkpoints`."""
         listing, contents = self._snapshot()
         folders = contents.counted
         manifests = self.files.read_all(f"{folder}/{MANIFEST}" for folder in folders)
@@ -93,18 +94,18 @@ class FolderStore:
         return [found[step] for step in sorted(found)], rejected
 
     def contents(self) -> Contents:
-        """Returns the content of the checkpoints folder."""
+        """Returns the names in the checkpoints folder, by kind; raises OSError."""
         return self._snapshot()[1]
 
     def write_part(self, step: int, attempt: str, name: str, tensors: Mapping[str, Tensor]) -> None:
-        """Writes a host's part `name` of a step, then its receipt; see `host_parts`."""
+        """Writes `name`.safetensors, a host's part, then its receipt `name`.json, into the folder of `Attempt.name`."""
         folder = self.attempt_name.format(step=step, name=attempt)
         entry = self._put_tensors(f"{folder}/{name}.safetensors", tensors)
         self._put(f"{folder}/{name}.json", json.dumps(entry))
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Makes this process the writer, and removes the leftovers of killed processes.
+        """Makes this process the writer; makes the folder and, if it has locks, removes killed processes' leftovers.
 
         Raises:
             ValueError: another process writes there.
@@ -122,14 +123,15 @@ class FolderStore:
         """Writes the files, then the manifest, then commits the checkpoint; it replaces a checkpoint of the same step.
 
         Args:
-            about: the manifest without its files.
-            tensors: file name without ".safetensors" -> tensors by name.
+            about: the manifest without its files; its "step" names the folder.
+            tensors: file name without ".safetensors" -> CPU tensors by name.
             texts: file name -> content.
-            attempt: the attempt of several hosts, whose parts become files of the checkpoint.
+            attempt: the attempt of several hosts, whose parts become files of the checkpoint: waits for their receipts.
 
         Raises:
-            ValueError: another process has become the writer.
-            OSError: the folder, or this machine's temporary folder, cannot be written to.
+            ValueError: another process has become the writer, in an object store.
+            OSError: the folder, or this machine's temporary folder, cannot be written to; or a part was not written.
+            SafetensorError: a file of tensors could not be written to the folder.
         """
         step, name = about["step"], attempt.name if attempt else secrets.token_hex(6)
         folder = self.attempt_name.format(step=step, name=name)
@@ -146,7 +148,7 @@ class FolderStore:
         self._remove(self.folder / checkpoint.folder)
 
     def set_aside(self, folder: str) -> str:
-        """Renames a checkpoint so that no scan finds it; returns its new name."""
+        """Renames a checkpoint's folder so that it no longer counts; returns its new name, also for a lost folder."""
         aside = self.folder / f"{folder}{CORRUPT}"
         if aside.exists():
             aside = self.folder / f"{folder}.{time.time_ns()}{CORRUPT}"
@@ -155,7 +157,7 @@ class FolderStore:
         return aside.name
 
     def restart(self) -> None:
-        """Replaces the content of `previous` by the whole content of the folder."""
+        """Moves the whole content of the folder to `previous`, which loses its old content; does nothing if empty."""
         previous = self.previous
         entries = [path for path in self.folder.iterdir() if path.name not in (".lock", previous.name, "lost+found")]
         if entries:
@@ -167,20 +169,20 @@ class FolderStore:
 
     @property
     def previous(self) -> Path:
-        """The folder to which `restart` moves checkpoints: beside theirs, or inside it if it is a whole disk."""
+        """Where `restart` moves files: `<folder>.previous`, or, in a mount or read-only parent, `<folder>/.previous`."""
         folder = self.folder.resolve()
         beside = folder.with_name(f"{folder.name}.previous")
         inside = os.path.ismount(folder) or not os.access(folder.parent, os.W_OK)
         return folder / ".previous" if inside else beside
 
     def _snapshot(self) -> tuple[Listing, Contents]:
-        """Lists all files and sorts them."""
+        """Returns the sizes and MD5s of all files by name, and the names in the folder by kind."""
         listing, _, owner = read_owner(self.files)  # copied from an object store, if there is an owner object
         return listing, sort_out(listing, owner)
 
     @contextmanager
     def _commit(self, folder: str, step: int, shared: bool) -> Iterator[None]:
-        """Makes the attempt in a folder the checkpoint of a step, unless the context raises an error."""
+        """Makes the attempt in a folder the checkpoint of a step; on an error, deletes it unless `shared` by hosts."""
         part = self.folder / folder
         part.mkdir(exist_ok=True)
         try:
@@ -195,7 +197,7 @@ class FolderStore:
             self._settle(step)
 
     def _settle(self, step: int) -> None:
-        """Removes, after a commit, folders copied from an object store: other copies of the step, and invalid ones."""
+        """Removes traces of an object store after a commit: copies of the step, invalid folders and owner objects."""
         listing, contents = self._snapshot()
         left = [name for name in contents.left if not name.endswith(PART)]
         others = [name for name in contents.counted if same_step(name, step) and name != f"step-{step:08d}"]
@@ -205,6 +207,7 @@ class FolderStore:
             (self.folder / owner_name(number)).unlink()
 
     def _put_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> Entry:
+        """Writes a safetensors file that survives a crash, with its folder's permissions; returns size and MD5."""
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         entry = self._save(path, tensors)
@@ -214,24 +217,29 @@ class FolderStore:
         return entry
 
     def _save(self, path: Path, tensors: Mapping[str, Tensor]) -> Entry:
+        """Writes a safetensors file; returns its size and MD5."""
         save_file({key: value.contiguous() for key, value in tensors.items()}, path, metadata={"format": "pt"})
         return {"bytes": path.stat().st_size, "md5": file_digest(path)}
 
     def _put(self, name: str, text: str) -> Entry:
+        """Writes a text file, durably on a disk; returns its size and MD5."""
         self.files.write(name, content := text.encode())
         return {"bytes": len(content), "md5": new_digest(content).hexdigest()}
 
     def _receipts(self, folder: str) -> dict[str, bytes]:
+        """Returns the contents of the receipts in an attempt's folder, by file name such as training-3.json."""
         receipts = (name for name in self.files.list(folder) if re.fullmatch(r"training-\d+\.json", Path(name).name))
         return {Path(name).name: text for name, text in self.files.read_all(receipts).items()}
 
     def _remove(self, path: Path) -> None:
+        """Renames a folder to a hidden name, then deletes it, so that a kill leaves no incomplete checkpoint."""
         gone = path.with_name(f".{path.name.lstrip('.')}.gone{PART}")
         shutil.rmtree(gone, ignore_errors=True)
         path.rename(gone)
         shutil.rmtree(gone)
 
     def _clean(self) -> None:
+        """Deletes the folders of broken attempts and of replaced checkpoints; restores those without a successor."""
         for path in self.folder.glob(f".*{PART}"):
             shutil.rmtree(path)
         for path in self.folder.glob(f".*{OLD}"):
@@ -244,10 +252,12 @@ class FolderStore:
 
 @contextmanager
 def lock(path: Path, place: Path | str) -> Iterator[bool]:
-    """Locks a file; yields False if its file system has no locks. The lock also ends if this process ends.
+    """Locks a file for the context and yields True; yields False, with a warning, if its file system has no locks.
+
+    Writes this process's name into the file. The lock also ends if this process ends.
 
     Raises:
-        ValueError: another process holds the lock, and writes to `place`.
+        ValueError: another process holds the lock; the message says that it writes to `place`.
     """
     with path.open("a+") as file:
         try:

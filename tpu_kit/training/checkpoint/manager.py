@@ -87,9 +87,10 @@ class CheckpointManager(BackgroundWriter):
         return self._store.list_checkpoints()[0]
 
     def newest(self) -> Checkpoint | None:
-        """Verifies the checkpoints from the largest step down; returns the first that is not damaged, or None.
+        """Verifies the checkpoints from the largest step down; returns the first that is not damaged.
 
-        Damaged checkpoints of larger steps are renamed to *.corrupt, reported on stderr, and added to `rejected`.
+        If there is one, damaged checkpoints of any step are renamed to *.corrupt, reported on stderr, and added to
+        `rejected`; of smaller steps only sizes and listed MD5s are compared. Returns None if there are no files at all.
 
         Raises:
             ValueError: a checkpoint has a format that this tpu_kit does not read; or there is no good checkpoint, but
@@ -117,12 +118,12 @@ class CheckpointManager(BackgroundWriter):
         return newest
 
     def restart(self) -> None:
-        """Replaces the content of `<place>.previous` by all checkpoints, for a run that starts anew."""
+        """Moves all content of `place` to `<place>.previous`, for a run that starts anew; see `FolderStore.restart`."""
         self.wait()
         self._store.restart()
 
     def withdraw(self, step: int) -> None:
-        """Sets aside the checkpoints of `step` and later steps, because the training diverged."""
+        """Sets aside the checkpoints of `step` and later steps, because the training diverged; warns on stderr."""
         self.wait()
         for checkpoint in self.complete():
             if checkpoint.step >= step:
@@ -139,6 +140,9 @@ class CheckpointManager(BackgroundWriter):
         attempt: Attempt | None = None,
     ) -> None:
         """Waits for the previous checkpoint, then writes a new one in a thread, replacing any of the same step.
+
+        Before it, `make_room` may delete checkpoints; after it, checkpoints beyond `keep` are deleted. The next `save`,
+        `wait` or `poll` raises its error.
 
         Args:
             step: number of updates done.
@@ -167,6 +171,7 @@ class CheckpointManager(BackgroundWriter):
     def _write(
         self, about: dict[str, Any], tensors: Tensors, texts: Mapping[str, str], needed: int, attempt: Attempt | None
     ) -> None:
+        """Writes a checkpoint, then deletes surplus checkpoints; `needed` is for the message of an error."""
         try:
             self._store.write(about, tensors, texts, attempt)
             self._durable = about["step"]
@@ -185,18 +190,20 @@ class CheckpointManager(BackgroundWriter):
         return [checkpoint for checkpoint in complete[:-keep] if checkpoint.step not in stay]
 
     def _discard(self, checkpoint: Checkpoint) -> None:
+        """Deletes a checkpoint; warns on stderr if that fails."""
         try:
             self._store.discard(checkpoint)
         except OSError as error:  # the run goes on: `save` checks the free space
             _warn(f"{checkpoint.path} could not be deleted ({error.strerror})")
 
     def _set_aside(self, rejected: Rejected) -> None:
+        """Sets a damaged checkpoint aside, adds it to `rejected`, and warns on stderr."""
         aside = self._store.set_aside(rejected.folder)
         self.rejected.append(rejected)
         _warn(f"{rejected.reason}; the checkpoint is set aside as {aside}")
 
     def make_room(self, step: int, needed: int) -> None:
-        """Frees space for `needed` bytes by deleting checkpoints, except the newest, the best and `keep_every`'s.
+        """Frees `needed` bytes on a disk by deleting old checkpoints, except the newest, the best and `keep_every`'s.
 
         Raises:
             OSError: the previous checkpoint could not be written, or there is not enough space.
@@ -213,7 +220,7 @@ class CheckpointManager(BackgroundWriter):
             self._discard(older)
 
     def _failure(self, step: int, error: Exception, needed: int) -> OSError:
-        """Makes the error message of a failed write, with the next action."""
+        """Makes the OSError of a failed write of `needed` bytes, whose message has the next action."""
         code = atomic.error_number(error)
         last = f"The checkpoint of step {self._durable} stays good" if self._durable else "There is no earlier one"
         text = f"the checkpoint of step {step} could not be written to {self.place}"
@@ -243,9 +250,10 @@ class HostParts(BackgroundWriter):
         self._host, self._hosts, self._token, self._saves = host, hosts, token, 0
 
     def save(self, step: int, tensors: Mapping[str, Tensor]) -> Attempt:
-        """Starts to write this host's part of a step, CPU tensors; raises OSError if the previous part failed.
+        """Starts to write this host's part of a step, CPU tensors by name; returns the attempt that all hosts share.
 
-        All hosts save the same steps. On host 0 `CheckpointManager.save` commits the attempt.
+        Raises OSError if the previous part failed, and the errors of `make_room`. All hosts save the same steps. On
+        host 0 `CheckpointManager.save` commits the attempt.
         """
         self.wait()
         self._make_room(step, sum(tensor.nbytes for tensor in tensors.values()))
@@ -270,17 +278,17 @@ def list_checkpoints(place: Path | str, *, verify: bool = False) -> tuple[list[C
 
     Args:
         place: `<output_dir>/checkpoints`, a folder or a URL; may be missing.
-        verify: whether to check the content of all files in a folder; an object store always lists digests.
+        verify: whether to read files whose MD5 is not listed, as on a disk; a listed MD5 is always compared.
 
     Raises:
-        ValueError: a checkpoint has a format that this tpu_kit does not read.
-        OSError: an object store cannot be read.
+        ValueError: a checkpoint has a format that this tpu_kit does not read, or the URL cannot be used.
+        OSError: `place` cannot be read.
     """
     return open_store(place).list_checkpoints(verify)
 
 
 def remains(place: Path | str, damaged: Sequence[Rejected] | None = None) -> list[str]:
-    """Describes the content of a checkpoints folder without a complete checkpoint; empty if a run may begin there.
+    """Returns sentences about a checkpoints folder without a complete checkpoint; empty if a run may begin there.
 
     Examples are part of a copy, checkpoints that were set aside, or a checkpoint of another tool.
 
@@ -301,7 +309,7 @@ def remains(place: Path | str, damaged: Sequence[Rejected] | None = None) -> lis
 
 
 def not_empty(place: Path | str, found: Sequence[str]) -> ValueError:
-    """Makes the error for a run without a complete checkpoint, from the descriptions that `remains` returned."""
+    """Makes the error for a run without a complete checkpoint, from the sentences that `remains` returned."""
     more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
     return ValueError(
         f"{place} has no complete checkpoint, but this is there:\n  "
@@ -311,13 +319,14 @@ def not_empty(place: Path | str, found: Sequence[str]) -> ValueError:
 
 
 def print_checkpoints(run: str, verify: bool = False, as_json: bool = False) -> int:
-    """Prints the checkpoints of a run, from its output_dir or the checkpoints folder there.
+    """Prints the checkpoints of a run, given by its output_dir or the checkpoints folder there, as a table or JSON.
 
     Returns:
-        The exit code: 1 if a checkpoint is damaged or of another format, or the object store cannot be read.
+        The exit code: 0, also without checkpoints; 1 if a checkpoint is damaged or of another format, or the place
+        cannot be read.
 
     Raises:
-        ConfigError: there is no such folder.
+        ConfigError: there is no such local folder.
     """
     place: Path | str = run if is_url(run) else Path(run)
     if isinstance(place, Path):
@@ -359,5 +368,6 @@ def print_checkpoints(run: str, verify: bool = False, as_json: bool = False) -> 
 
 
 def _age(seconds: float) -> str:
+    """Returns an age in the largest unit of which it has at least two, such as "3 h"; never below 0."""
     unit, length = next((one for one in _UNITS if seconds >= 2 * one[1]), ("s", 1))
     return f"{max(0, seconds) / length:.0f} {unit}"  # a clock may have gone back

@@ -63,7 +63,7 @@ class Checkpoint:
         return sum(size for size, _ in self.files.values())
 
     def check(self, listing: Mapping[str, tuple[int, str]]) -> None:
-        """Raises DamagedError for the first file that is missing or has another size or MD5 in `source.list`."""
+        """Raises DamagedError for the first file that is missing or has another size or (known) MD5 in `source.list`."""
         for name, (size, digest) in self.files.items():
             if f"{self.folder}/{name}" not in listing:
                 raise DamagedError(f"{self._place(name)} is missing")
@@ -74,14 +74,14 @@ class Checkpoint:
                 raise self._changed(name)
 
     def verify(self, *names: str) -> None:
-        """Checks the content of all files, or of `names`; raises DamagedError for the first file that has changed."""
+        """Raises DamagedError as `check`, or for the first file (of `names`, if given) whose content has changed."""
         self.check(listing := self.source.list(self.folder))
         for name in names or self.files:
             if not listing[f"{self.folder}/{name}"][1] and self._digest(name) != self.files[name][1]:
                 raise self._changed(name)
 
     def document(self, name: str) -> Any:
-        """Reads `<name>.json`; raises DamagedError, or ValueError if the checkpoint has no such file."""
+        """Returns the parsed `<name>.json`; raises ValueError without it, DamagedError if it or another has changed."""
         self._open(file := f"{name}.json")
         content = self._read(file)
         if new_digest(content).hexdigest() != self.files[file][1]:
@@ -89,7 +89,7 @@ class Checkpoint:
         return json.loads(content)
 
     def tensors(self, name: str, select: Select | None = None) -> dict[str, Tensor]:
-        """Reads CPU tensors of `<name>.safetensors`, by default all; raises the errors of `document`."""
+        """Reads the CPU tensors of `<name>.safetensors` that `select` chooses, by default all; raises as `document`."""
         self._open(file := f"{name}.safetensors")
         if select is not None:  # without `select` the digest is computed while reading
             self.verify(file)
@@ -127,19 +127,20 @@ class Checkpoint:
         return found
 
     def _open(self, name: str) -> None:
-        """Raises ValueError if there is no such file, and DamagedError if any file of the checkpoint has changed."""
+        """Raises ValueError if there is no such file, and DamagedError as `check` for any file of the checkpoint."""
         if name not in self.files:
             raise ValueError(f"{self.path} holds no {name}; it holds {', '.join(sorted(self.files))}")
         self.check(self.source.list(self.folder))
 
     def _read(self, name: str, start: int = 0, end: int | None = None) -> bytes:
+        """Reads a file of the checkpoint, or its bytes `start` to `end`; raises DamagedError if it is missing."""
         try:
             return self.source.read(f"{self.folder}/{name}", start, end)
         except FileNotFoundError as error:
             raise DamagedError(f"{self._place(name)} is missing") from error
 
     def _digest(self, name: str) -> str:
-        """Computes the MD5 of a file without an MD5 in `source.list`: on a disk, or an object uploaded in parts."""
+        """Reads a file and returns its MD5 in hexadecimal, for a file whose MD5 `source.list` does not have."""
         found, size = new_digest(), self.files[name][0]
         for start in range(0, size, _READ_BYTES):
             found.update(self._read(name, start, min(start + _READ_BYTES, size)))
@@ -162,18 +163,18 @@ class Rejected:
 
 
 def holder_name() -> str:
-    """Returns the name of this process for manifests, locks and errors."""
+    """Returns the name of this process for manifests, locks and errors: "process PID on HOST"."""
     return f"process {os.getpid()} on {socket.gethostname()}"
 
 
 def in_use(place: Path | str, holder: str) -> ValueError:
-    """Makes the error for a place where another process writes."""
+    """Makes the error for a place where another process writes; `holder` is the result of its `holder_name`."""
     text = f"{place} is being written to by {holder}"
     return ValueError(f"{text}: end that process first, or set another run_name or output_dir")
 
 
 def best_of(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
-    """Returns the best of checkpoints, given by ascending step: the last that was the best when it was saved."""
+    """Returns the best of checkpoints, given by ascending step: the last that was the best when saved, or None."""
     return next((checkpoint for checkpoint in reversed(checkpoints) if checkpoint.best), None)
 
 
@@ -189,10 +190,10 @@ def read_checkpoint(source: LocalFolder | ObjectFolder, folder: str, text: bytes
 
 
 def unseal(text: bytes, file: Path | str, place: Path | str) -> dict[str, Any]:
-    """Parses a manifest that `seal` made; errors name its file and the checkpoint's location.
+    """Returns the manifest that `seal` made, without its SHA-256; errors name its `file` and the checkpoint's `place`.
 
     Raises:
-        DamagedError: the content has changed.
+        DamagedError: it is no manifest, its content has changed, or it names a file outside of the checkpoint.
         ValueError: this tpu_kit does not read the format.
     """
     try:
@@ -218,11 +219,12 @@ def seal(manifest: Mapping[str, Any]) -> str:
 
 
 def _seal(manifest: Mapping[str, Any]) -> str:
+    """Returns the SHA-256 of a manifest that does not contain it yet, in hexadecimal."""
     return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def new_digest(content: bytes = b"") -> Any:
-    """Returns an MD5, which detects errors of disks and networks, but does not protect against attackers."""
+    """Returns an MD5 hash object, which detects errors of disks and networks, but does not protect from attackers."""
     return hashlib.md5(content, usedforsecurity=False)
 
 
