@@ -29,11 +29,12 @@ from tpu_kit.training.state import set_parameters
 
 
 def _own(trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Returns the tensors of the model, without the objective's."""
     return {name: value for name, value in trained.items() if not name.startswith("objective.")}
 
 
 def adapter_tensors(model: torch.nn.Module, trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Makes the tensors of adapter_model.safetensors, under PEFT's names.
+    """Makes the tensors of adapter_model.safetensors, under PEFT's names, without the objective's own.
 
     The frozen matrix of an embedding with LoRA is not included. PEFT writes it unless `save_embedding_layers=False`,
     and does not need it to load the file.
@@ -49,7 +50,7 @@ def adapter_tensors(model: torch.nn.Module, trained: Mapping[str, torch.Tensor])
 
 
 def adapter_settings(model: Any, config: TrainConfig) -> dict[str, Any]:
-    """Makes the contents of adapter_config.json.
+    """Makes the contents of adapter_config.json for a `PeftModel`, ready for JSON.
 
     PEFT matches targets by the end of a module's name. Modules of the image and sound towers may match too, but
     training does not load these towers, so such modules are listed in `exclude_modules`.
@@ -68,7 +69,10 @@ def adapter_settings(model: Any, config: TrainConfig) -> dict[str, Any]:
 def result_files(
     model: Any, trained: Mapping[str, torch.Tensor], config: TrainConfig
 ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
-    """Makes the tensors and JSON documents of the adapter and the objective's head, by file name without suffix."""
+    """Makes the tensors and JSON documents of the adapter and of a `StatesHead`, by file name without suffix.
+
+    A whole model (lora.r=0) has no adapter; the dictionaries then have only the head's files, or are empty.
+    """
     files, documents = {}, {}
     if hasattr(model, "peft_config"):
         files["adapter_model"] = adapter_tensors(model, trained)
@@ -108,7 +112,7 @@ def save_adapter(
         trained: CPU tensors by the names of `trainable_parameters`, one tensor per layer (no stacks).
         config: the run.
         tokenizer: saved beside the weights, with its chat template; None if the run needed no tokenizer.
-        base: identity of the base weights; None if unknown.
+        base: identity of the base weights, written to base.json; None if unknown.
 
     Raises:
         OSError: the files cannot be written; the message names the next action.
@@ -135,6 +139,7 @@ def _write(
     tokenizer: Any,
     base: base_identity.Identity | None,
 ) -> None:
+    """Writes the files into an empty folder; arguments as in `save_adapter`."""
     files, documents = result_files(model, trained, config)
     if not hasattr(model, "peft_config"):
         whole = base_model(model)
@@ -156,7 +161,8 @@ def _write(
 def start_from(model: torch.nn.Module, folder: Path) -> None:
     """Loads an adapter and its head into a model on the CPU that has its objective attached.
 
-    Other parameters of the objective keep their values. Raises ValueError if the adapter is damaged or does not fit.
+    Other parameters of the objective keep their values. Raises ValueError if the adapter is damaged, or its settings,
+    head or tensors do not fit.
     """
     settings, tensors = read_adapter(folder)
     theirs, ours = settings.to_dict(), model.peft_config["default"].to_dict()  # type: ignore[index,union-attr]  # of PEFT

@@ -52,7 +52,7 @@ class Cost(NamedTuple):
         params: number of parameters of `model.objective`.
         saved: shapes of the fp32 tensors that it saves for the backward pass.
         output_products: number of multiplications of all tokens with the output layer.
-        forwards: forward passes of the frozen model.
+        forwards: further forward passes of the model itself, without gradients.
         frozen: other models in memory; the loss computes their logits chunk by chunk.
     """
 
@@ -86,12 +86,12 @@ class Objective(abc.ABC):
     one_by_one = False
 
     def batch_columns(self, sees_all: bool) -> dict[str, tuple[int, torch.dtype]]:
-        """Returns all tensors of a batch, as `columns` has some of them; `sees_all` is `attention.sees_all`."""
+        """Returns all tensors of a batch in the form of `columns`; `sees_all` is `attention.sees_all` of the model."""
         shared = PREFIX_COLUMNS if self.shares_prompts and sees_all else {}
         return {name: (1, dtype) for name, dtype in ROW.items()} | {**self.columns, **shared}
 
     def means(self, sums: Mapping[str, float], weight: float) -> dict[str, float]:
-        """Returns the means that logs show: `extra` sums of some updates over the divisor, nan if that is 0."""
+        """Returns the means that logs show, by name: `extra` sums of some updates over the divisor, nan if it is 0."""
         others = {name: total for name, total in sums.items() if name != self.divisor}
         divisor = sums[self.divisor] if self.divisor else weight
         return {name: total / divisor if divisor else math.nan for name, total in others.items()}
@@ -111,7 +111,7 @@ class Objective(abc.ABC):
         """
 
     def cost(self, tokens: int, hidden_size: int) -> Cost:
-        """Returns the objective's cost in a step, for `tokens` tokens of a batch on one device."""
+        """Returns the cost beyond the supervised loss, for `tokens` tokens of a batch on a device; none by default."""
         return Cost()
 
     @abc.abstractmethod
@@ -152,7 +152,7 @@ class SupervisedObjective(Objective):
 
 
 class MixObjective(SupervisedObjective):
-    """The supervised loss of a mix of sources; logs show the loss of every source, `loss/NAME`.
+    """The supervised loss of a mix of sources; logs show every source's loss without label smoothing, `loss/NAME`.
 
     Training batches have the source number of each token, from 1. An evaluation batch has rows of a single source.
     """
@@ -165,7 +165,7 @@ class MixObjective(SupervisedObjective):
         self.extra = (*(f"loss/{name}" for name in names), *(f"tokens/{name}" for name in names))
 
     def means(self, sums: Mapping[str, float], weight: float) -> dict[str, float]:
-        """See `Objective.means`; sources without a token in these updates are left out."""
+        """Returns "loss/NAME" -> mean over a source's tokens; sources without a token in these updates are left out."""
         counts = {name: sums[f"tokens/{name}"] for name in self._names}
         return {f"loss/{name}": sums[f"loss/{name}"] / count for name, count in counts.items() if count}
 
@@ -197,10 +197,10 @@ class FunctionObjective(Objective):
 
 
 def objective_of(config: TrainConfig) -> Objective:
-    """Returns the objective of a run.
+    """Returns the objective of a run: distillation with a teacher, else `optim.objective`.
 
     `optim.objective` may name a function (model, batch) -> Sums, or a subclass of `Objective`, which is constructed
-    with the configuration. Raises ValueError if it cannot be imported or takes other arguments.
+    with the configuration. Raises ValueError if it cannot be imported, takes other arguments, or is another class.
     """
     name = config.optim.objective
     path = OBJECTIVES.get(name, name)

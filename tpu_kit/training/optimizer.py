@@ -38,7 +38,7 @@ class Optimizer(NamedTuple):
 def relative_rates(
     names: Iterable[str], embeddings: Sequence[str], optim: OptimConfig, plus: float = 1.0
 ) -> dict[str, float]:
-    """Returns the learning rate of each parameter, as a multiple of `optim.learning_rate`.
+    """Returns the learning rate of each parameter by name, as a multiple of `optim.learning_rate`.
 
     LoRA's B and DoRA's magnitudes have `plus` times the rate of A (LoRA+, Hayou et al., arXiv:2402.12354, with PEFT's
     groups). All parameters of an embedding have `optim.embedding_learning_rate`, if it is set.
@@ -72,7 +72,7 @@ def is_matrix(shape: Sequence[int], stacked: bool) -> bool:
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:
-    """Transposes a matrix with rows below 128 numbers and columns of at least 128; returns other tensors unchanged.
+    """Transposes matrices with rows below 128 numbers and columns of at least 128; returns other tensors unchanged.
 
     To reshape (8192, 16), a TPU pads the rows to 128 numbers, eight times the memory. It copies (16, 8192) directly.
     """
@@ -83,11 +83,12 @@ def wide(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _adamw_start(shape: Sequence[int], _: bool) -> Moments:
+    """Returns zeros of this shape as the moments "first" and "second"."""
     return {kind: torch.zeros(shape) for kind in ("first", "second")}
 
 
 def _adamw(applied: torch.Tensor, optim: OptimConfig) -> Direction:
-    """Computes AdamW (Loshchilov and Hutter, arXiv:1711.05101) without weight decay, which the step applies."""
+    """Returns AdamW's `Direction` (Loshchilov and Hutter, arXiv:1711.05101); the step applies the weight decay."""
 
     def correction(beta: float) -> torch.Tensor:
         """Computes 1 - beta ** applied on the device; on the host it would be a constant of the program."""
@@ -108,13 +109,14 @@ def _adamw(applied: torch.Tensor, optim: OptimConfig) -> Direction:
 
 
 def _adafactor_start(shape: Sequence[int], stacked: bool) -> Moments:
+    """Returns zeros: "rows" (..., R) and "columns" (..., C) of a matrix (..., R, C), or "second" of a vector."""
     if not is_matrix(shape, stacked):
         return {"second": torch.zeros(shape)}
     return {"rows": torch.zeros(shape[:-1]), "columns": torch.zeros((*shape[:-2], shape[-1]))}
 
 
 def _adafactor(applied: torch.Tensor, _: OptimConfig) -> Direction:
-    """Computes Adafactor (Shazeer and Stern, arXiv:1804.04235, algorithms 4 and 5) with a given learning rate.
+    """Returns Adafactor's `Direction` (Shazeer and Stern, arXiv:1804.04235, algorithms 4 and 5) for a given rate.
 
     There is no momentum. A matrix's second moment is factored into its means over columns and over rows, and decays by
     1 - t ** -0.8. The direction of a matrix or vector is scaled down to a root mean square of 1 if it is above 1.
@@ -139,7 +141,7 @@ def _adafactor(applied: torch.Tensor, _: OptimConfig) -> Direction:
 
 
 def _limited(gradient: torch.Tensor, second: torch.Tensor, axes: int | tuple[int, int]) -> torch.Tensor:
-    """Divides a gradient by the root of its second moment, and scales the result to a root mean square of at most 1."""
+    """Divides a gradient by the root of its second moment; limits the root mean square over `axes` to 1."""
     direction = gradient * torch.rsqrt(second)
     return direction / direction.square().mean(axes, keepdim=True).sqrt().clamp(min=1.0)
 

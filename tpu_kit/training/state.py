@@ -90,7 +90,11 @@ class TrainState:
         extra_sums: int = 0,
         plus: float = 1.0,
     ) -> None:
-        """Creates a new state, or with `saved` from `to_host` restores it; the parameters are the model's own."""
+        """Creates the state of a model on `device`, or with `saved`, from `to_host`, restores all but the parameters.
+
+        The parameters are the model's own, which `restore` sets; `load` does both. `extra_sums` is the number of extra
+        sums of the objective, `plus` is `lora.plus`. Raises the errors of `relative_rates`.
+        """
         self.params = models.trainable_parameters(model)
         wrong = [name for name, param in self.params.items() if param.dtype != torch.float32]
         assert not wrong, f"trained in other than fp32: {wrong[:3]}"
@@ -157,7 +161,7 @@ class TrainState:
         return cls(model, device, optim, saved, extra_sums, plus)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Returns all tensors of the state on the device, by "SECTION/NAME"."""
+        """Returns all tensors of the state on the device, by "SECTION/NAME" (see `to_host`), "applied" and "report"."""
         tensors = {name: getattr(self, name) for name in SCALARS}
         for name, moments in self.moments.items():
             tensors |= {f"moments/{kind}/{name}": moment for kind, moment in moments.items()}
@@ -196,7 +200,7 @@ class TrainState:
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
-        """Makes the model use the average instead of the parameters, by swapping references."""
+        """Makes the model use the average, if there is one, in place of the parameters in the context."""
         current = {name: param.data for name, param in self.params.items()}
         for name, average in (self.average or {}).items():
             self.params[name].data = average
@@ -219,7 +223,8 @@ def _unstacked(values: Mapping[str, torch.Tensor], stacks: Mapping[str, list[str
 def read_tensors(checkpoint: Checkpoint, select: Select | None = None) -> dict[str, torch.Tensor]:
     """Reads training.safetensors, or the parts of several hosts, as the tensors of `TrainState.to_host`.
 
-    `select` chooses whole sections by tensor name. Raises DamagedError, as `Checkpoint.tensors` does.
+    `select` must choose whole sections, by the begin of a name such as "average/"; None reads all. Raises DamagedError
+    as `Checkpoint.tensors`, and ValueError as `joined`.
     """
     if parts := [name.removesuffix(".safetensors") for name in checkpoint.files if name.startswith("training-")]:
         layout = checkpoint.document("layout")
@@ -245,7 +250,7 @@ def joined(parts: Iterable[Mapping[str, torch.Tensor]], layout: Mapping[str, Any
 
 
 def sections(saved: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
-    """Groups the tensors of `TrainState.to_host` by section ("parameters", "moments/first") and name."""
+    """Groups the tensors of `TrainState.to_host` by section ("parameters", "moments/first", else "") and name."""
     groups: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in saved.items():
         section, _, name = key.rpartition("/")

@@ -62,8 +62,11 @@ def prepare_model(
         model: as `trainable.load_model` returns it.
         config: the run.
         rt: the replica.
-        checkpoint: the checkpoint to continue from; None creates a new state.
+        checkpoint: the checkpoint to continue from, which also sets the parameters; None creates a new state.
         extra_sums: number of extra sums of the objective.
+
+    Raises:
+        ValueError: from `preparation.prepare_layers`, `relative_rates` or `TrainState.load`.
     """
 
     def place() -> None:
@@ -76,7 +79,7 @@ def prepare_model(
 
 
 def _place(model: torch.nn.Module, config: TrainConfig, rt: Runtime) -> None:
-    """Prepares a model's layers, and its teacher's, as the run computes them, and moves the model to the device."""
+    """Prepares a model's layers, and its teacher's, moves the model to the device, and on a GPU compiles the layers."""
     scanned = preparation.prepare_layers(model, config, rt.device_type)
     if scanned is not None and rt.rank == 0:
         print(f"layers           {scanned}", flush=True)
@@ -113,16 +116,17 @@ def train_step(
     """Makes one update from `batches`, one per gradient accumulation pass; changes model and state in place.
 
     The summed gradients are divided by the objective's weight over all replicas and passes, so the update does not
-    depend on how rows are split over them. If the loss or the gradient norm is not finite, or the loss has risen by
-    more than `max_loss_rise`, all replicas skip the update and change only the counters. Only matrices are decayed.
+    depend on how rows are split over them. If the loss or the gradient norm is not finite, or the loss is more than
+    `max_loss_rise` above `UpdateSums.usual`, all replicas skip the update and change only `state.report`. Only matrices
+    are decayed.
 
     Args:
         model: the replica's model, in training mode.
         state: the model's state.
         batches: tensors as the objective takes them.
-        control: (3,) fp32, a `Control`.
+        control: (3,) fp32 on the device, a `Control`.
         objective: the loss.
-        optim: weight decay, clipping and limit of the loss.
+        optim: settings of the optimizer, clipping, average and limit of the loss.
         runtime: the replica.
     """
     totals = torch.zeros(2 + len(objective.extra), device=control.device)
@@ -162,8 +166,8 @@ def _backward(
 def _is_long(model: torch.nn.Module, batch: Mapping[str, torch.Tensor], optim: OptimConfig) -> bool:
     """Whether a pass has too many operations to be traced in every step: layers outside of a loop, on XLA.
 
-    Tracing 24 such layers takes the host 0.3 s, longer than a TPU computes. False for a user's objective, which may
-    read values, and with dropout, which needs new random numbers in every step.
+    Tracing 24 such layers takes the host 0.3 s, longer than a TPU computes. False on a mesh, for a user's objective,
+    which may read values, and with dropout, which needs new random numbers in every step.
     """
     on_xla = next(iter(batch.values())).device.type == "xla" and active_mesh().size == 1
     if not on_xla or optim.remat != "none" or ":" in optim.objective:
@@ -174,7 +178,7 @@ def _is_long(model: torch.nn.Module, batch: Mapping[str, torch.Tensor], optim: O
 def _traced(
     model: torch.nn.Module, state: TrainState, batch: Mapping[str, torch.Tensor], objective: Objective
 ) -> Traced:
-    """Traces a pass once: a function from a batch's tensors to its sums and the gradients of all parameters."""
+    """Traces a pass once: a function from a batch's tensors to its sums, (2 + N,), and all parameters' gradients."""
 
     def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
         with torch.enable_grad():
@@ -188,7 +192,7 @@ def _traced(
 class SplitStep:
     """`train_step` as two programs, `accumulate` per pass and `apply`, so that the number of passes may change.
 
-    It keeps a buffer for the gradients. The state must not be passed to `train_step` as well.
+    It keeps the gradients in `param.grad`. The state must not be passed to `train_step` as well.
     """
 
     def __init__(
@@ -221,6 +225,7 @@ class SplitStep:
 
 
 def _take_gradient(param: torch.nn.Parameter) -> torch.Tensor:
+    """Returns a parameter's gradient, zeros if it has none, and sets `param.grad` to None."""
     gradient, param.grad = param.grad, None
     # A parameter that no row used (in a branch not taken) has no gradient.
     return torch.zeros_like(param) if gradient is None else gradient
@@ -244,6 +249,7 @@ def _update(
     control: torch.Tensor,
     optim: OptimConfig,
 ) -> None:
+    """Updates the state from gradients and totals (2 + N,) summed over all replicas; divides `gradients` in place."""
     rate, window_open, step = Control(*control.unbind())
     sums, before = Sums(totals[0], totals[1], totals[2:].unbind()), UpdateSums.unpack(state.report.unbind())
     tokens = torch.where(sums.weight > 0, sums.weight, torch.ones_like(rate))
@@ -297,9 +303,10 @@ def _update(
 
 
 def _groups(state: TrainState) -> Iterable[list[str]]:
-    """Yields the names of parameters that are updated as one stack: small parameters of equal shape and rate.
+    """Yields lists of the names of parameters that are updated as one stack: small parameters of equal shape and rate.
 
-    Otherwise the device would wait until the host has traced hundreds of updates. A mesh has no groups.
+    Otherwise the device would wait until the host has traced hundreds of updates. Other parameters, and all on a mesh,
+    are in lists of their own.
     """
     groups: dict[Any, list[str]] = {}
     for name, param in state.params.items():
@@ -311,6 +318,7 @@ def _groups(state: TrainState) -> Iterable[list[str]]:
 
 
 def _stack(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """Stacks tensors; returns a single tensor as it is, without a new axis."""
     return torch.stack(tensors) if len(tensors) > 1 else tensors[0]
 
 
@@ -348,7 +356,7 @@ class TracedSteps:
     """`train_step` and `eval_step` as compiled programs on a device that otherwise runs single operations (TorchTPU).
 
     A trace takes all tensors that are read as inputs and returns the changed tensors as results. Every structure and
-    shape of batches has its own program. The old state is donated.
+    shape of batches has its own program. The old state is donated. Construction raises the error of `check_dropouts`.
     """
 
     def __init__(
@@ -360,7 +368,7 @@ class TracedSteps:
         self._frozen = {name: tensor for name, tensor in tensors_of(model).items() if name not in state.params}
 
     def train_step(self, batches: Sequence[Mapping[str, torch.Tensor]], control: torch.Tensor) -> None:
-        """Makes one update. The sums for the log are a new tensor, so the host can read the old tensor meanwhile."""
+        """Makes an update as the function `train_step`; the state's old tensors lose their values, except `report`."""
         new, state = self._programs.run("update", *self.update(batches, control)), self._state
         for name, param in state.params.items():
             param.data = new["params"][name]
@@ -370,7 +378,10 @@ class TracedSteps:
     def update(
         self, batches: Sequence[Mapping[str, torch.Tensor]], control: torch.Tensor
     ) -> tuple[Callable[..., Any], int, Any, Any, Any, torch.Tensor]:
-        """Returns a pure update, how many first tensors to donate, and arguments: changed, frozen, batches, control."""
+        """Returns a pure update, how many first tensors to donate, and arguments: changed, frozen, batches, control.
+
+        The update returns the new values of `changed`; see `_changed`.
+        """
         state = self._state
 
         def update(changed: Any, frozen: Any, batches: Any, control: torch.Tensor) -> Any:
@@ -389,7 +400,7 @@ class TracedSteps:
         return update, donated, changed, self._frozen, [dict(batch) for batch in batches], control
 
     def eval_step(self, batch: Mapping[str, torch.Tensor], sums: torch.Tensor) -> None:
-        """Adds the loss and the weight of a batch to `sums`."""
+        """Adds the sums of all replicas' batches to `sums` in place, as the function `eval_step`."""
 
         def evaluate(params: Any, frozen: Any, batch: Any, sums: torch.Tensor) -> Any:
             total = sums.clone()
@@ -402,7 +413,7 @@ class TracedSteps:
 
     @staticmethod
     def _changed(state: TrainState) -> dict[str, Any]:
-        """Returns the tensors that an update changes; `report` is the last."""
+        """Returns the tensors that an update changes, by attribute; `report` is the last."""
         return {
             "params": {name: param.detach() for name, param in state.params.items()}, "moments": state.moments,
             "average": state.average or {}, "applied": state.applied, "report": state.report,

@@ -169,7 +169,7 @@ class FolderStore:
 
     @property
     def previous(self) -> Path:
-        """Where `restart` moves files: `<folder>.previous`, or, in a mount or read-only parent, `<folder>/.previous`."""
+        """Where `restart` moves files: `<folder>.previous`, or in a mount or read-only parent `<folder>/.previous`."""
         folder = self.folder.resolve()
         beside = folder.with_name(f"{folder.name}.previous")
         inside = os.path.ismount(folder) or not os.access(folder.parent, os.W_OK)

@@ -63,7 +63,7 @@ class Checkpoint:
         return sum(size for size, _ in self.files.values())
 
     def check(self, listing: Mapping[str, tuple[int, str]]) -> None:
-        """Raises DamagedError for the first file that is missing or has another size or (known) MD5 in `source.list`."""
+        """Raises DamagedError for the first file that is missing or has another size or known MD5 in `source.list`."""
         for name, (size, digest) in self.files.items():
             if f"{self.folder}/{name}" not in listing:
                 raise DamagedError(f"{self._place(name)} is missing")
