@@ -45,7 +45,10 @@ class DistillationObjective(Objective):
             self.columns = {"top_ids": (k, torch.int32), "top_log_p": (k + 1, torch.float32)}
 
     def check(self) -> None:
-        """See `Objective.check`; the teacher must have the model's tokenizer, and both enough layers and positions."""
+        """See `Objective.check`; the teacher must have the model's tokenizer and enough positions.
+
+        Both must have the layers of distill.layers and, with files, `top_k` logits.
+        """
         config = self._config
         teacher, name = config.teacher, f"distill.teacher={config.distill.teacher}"
         assert teacher is not None
@@ -81,7 +84,7 @@ class DistillationObjective(Objective):
                 )
 
     def attach(self, model: torch.nn.Module, load: Callable[[ModelConfig], Any]) -> None:
-        """Adds the teacher, and projections of compared states to the teacher's size if the sizes differ."""
+        """See `Objective.attach`; adds projections of compared states if the sizes differ, nothing with files."""
         if self._distill.files:
             return
         assert self._config.teacher is not None
@@ -100,7 +103,7 @@ class DistillationObjective(Objective):
                 )
 
     def cost(self, tokens: int, hidden_size: int) -> Cost:
-        """See `Objective.cost`: the teacher, and the projections of compared states if the sizes differ."""
+        """See `Objective.cost`: the teacher and projections of compared states if the sizes differ; 0 with files."""
         teacher = self._config.teacher
         if self._distill.files or teacher is None:
             return Cost()
@@ -159,7 +162,7 @@ class DistillationObjective(Objective):
         theirs: dict[str, torch.Tensor],
         labels: torch.Tensor,
     ) -> dict[str, torch.Tensor]:
-        """Returns the mean squared differences of states, summed over tokens and pairs of layers, by kind of state."""
+        """Returns mean squared differences of states, summed over tokens with labels, as "hidden" and "embeddings"."""
         sums: dict[str, torch.Tensor] = {}
         for name, states in ours.items():
             if hasattr(model, "objective"):
@@ -175,6 +178,7 @@ _PARTS = ("logits", "labels", "hidden", "embeddings")
 
 
 def _name(pair: tuple[int, int]) -> str:
+    """Returns the name of a pair of layers (model's, teacher's) for tensors and parameters."""
     return f"layers_{pair[0]}_{pair[1]}"
 
 
@@ -182,8 +186,9 @@ def _name(pair: tuple[int, int]) -> str:
 class Divergence:
     """The divergence of a chunk and the likelihood of its labels: a `loss.ChunkLoss`.
 
-    It returns the weighted loss, the divergence and the negative log-likelihood. Its further inputs are the teacher's
-    last hidden states (c, H), with its output layer as constants, or top_ids (c, k) and top_log_p (c, k + 1).
+    It returns the weighted loss, the divergence (0 if its weight is 0) and the negative log-likelihood. Its further
+    inputs are the teacher's last hidden states (c, H), with its output layer as constants, or without a `teacher`
+    top_ids (c, k) and top_log_p (c, k + 1).
     """
 
     distill: DistillConfig
@@ -230,7 +235,7 @@ class Divergence:
 
 
 def top_log_probabilities(logits: torch.Tensor, ids: torch.Tensor, temperature: float) -> torch.Tensor:
-    """Returns (c, k + 1) log-probabilities: of the tokens `ids`, (c, k), and of all other tokens together."""
+    """Returns (c, k + 1) log-probabilities at a temperature: of tokens `ids`, (c, k), and of all others together."""
     logits, ids = logits / temperature, ids.long()
     whole = torch.logsumexp(logits, dim=-1, keepdim=True)
     others = torch.logsumexp(logits.scatter(1, ids, _NONE), dim=-1, keepdim=True)

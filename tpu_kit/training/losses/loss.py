@@ -150,7 +150,8 @@ def shift_labels(labels: torch.Tensor, segment_ids: torch.Tensor | None = None) 
 def rows_in_chunks(chunk: int, tensors: Tensors) -> tuple[Tensors, int]:
     """Reorders tokens so that every chunk of the loss, of `chunk` tokens per device, has tokens of all batch shards.
 
-    Returns (B, S, ...) tensors as (S / c, B * c, ...), and the chunk size B * c; on one device both are unchanged.
+    Returns (B, S, ...) tensors as (S / c, B * c, ...), with c tokens of a row in a chunk, and the chunk size B * c. On
+    one device both are unchanged.
     """
     mesh = active_mesh()
     if mesh.size == 1:
@@ -219,7 +220,8 @@ def token_logprobs(
         chunk: number of tokens whose logits exist at once.
 
     Returns:
-        (B, S) log-probabilities of the labels, 0 without a label, and (B, S) entropies of the distributions, in nats.
+        (B, S) log-probabilities of the labels, 0 without a label, and (B, S) entropies of the distributions at all
+        positions; both in nats, fp32 (or fp64).
     """
     (states, targets), chunk = rows_in_chunks(chunk, [hidden.detach(), labels])
     shape, count = targets.shape, targets.numel()
@@ -273,7 +275,7 @@ def _vocabulary() -> tuple[str, ...]:
 
 @functools.cache
 def _fused() -> Callable[..., Any]:
-    """Compiles a `ChunkLoss` for a GPU; otherwise each operation would write (chunk, V) numbers in fp32."""
+    """Returns a compiled call of a `ChunkLoss` with its arguments; else each operation on a GPU writes (chunk, V)."""
     return torch.compile(lambda function, *arguments: function(*arguments), dynamic=False)
 
 
@@ -293,7 +295,7 @@ class _Chunked(torch.autograd.Function):
         hidden: torch.Tensor,
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
-        """Takes the names of the head's `tensors`; `wanted` are the names, or "hidden", that get gradients."""
+        """Takes `names` of the head's `tensors`; those in `wanted`, or "hidden", get gradients. Returns (sums,)."""
         given = dict(zip(names, tensors, strict=True))
         # The head is in the carry because the body of a scan must not use outer tensors.
         carry: Tree = {

@@ -42,6 +42,7 @@ def check_objective(config: TrainConfig, objective: Objective | None = None) -> 
     Raises:
         ValueError: the teacher does not fit; the loss reads the device, changes its operations, or does not return
             `Sums`; or the model or the teacher has an objective's head.
+        ConfigError: parameters of sampling, rewards or pairs have no effect in this run.
     """
     for parameter, name in (("model.name", config.model.name), ("distill.teacher", config.distill.teacher)):
         if name is not None and (head := find_head(Path(name))):
@@ -68,6 +69,7 @@ def check_pairs(config: TrainConfig) -> None:
 
 
 def _check_own(config: TrainConfig, objective: Objective) -> None:
+    """Calls the user's loss twice on an empty model; raises the ValueErrors of `check_objective` about it."""
     from tpu_kit.model.meta_model import empty_model  # loads torch's compiler, which takes a second
 
     name, target = f"optim.objective={config.optim.objective}", imported(config.optim.objective)
@@ -105,6 +107,7 @@ def _check_own(config: TrainConfig, objective: Objective) -> None:
 
 
 def _check_sums(name: str, objective: Objective, found: Any) -> None:
+    """Raises ValueError unless a loss returned `Sums` of scalars, not fp64, with all extra sums and a gradient."""
     if not isinstance(found, Sums):
         raise ValueError(
             f"{name} returned a {type(found).__name__}; return Sums(loss, weight) of tpu_kit.training.objectives"
@@ -120,6 +123,7 @@ def _check_sums(name: str, objective: Objective, found: Any) -> None:
 
 
 def _explained(name: str, file: str | None, error: Exception) -> str:
+    """Returns the text for an error of the user's loss: the line of `file`, and whether it reads values."""
     frames = traceback.walk_tb(error.__traceback__)
     place = _at(file, [0, *(line for frame, line in frames if frame.f_code.co_filename == file)][-1])
     text = hide_secrets(str(error)).strip().split("\n")[0][:200]
@@ -132,6 +136,7 @@ def _explained(name: str, file: str | None, error: Exception) -> str:
 
 
 def _refuse_own_call(decoder: Any, args: Any, kwargs: Any) -> None:
+    """Raises ValueError, as a forward hook, if a loss calls the model itself: the kit's calls have use_cache=False."""
     if kwargs.get("use_cache") is not False:
         raise ValueError(
             "it calls the model itself, which ignores the documents of a packed row; call hidden_states(model, batch) "
@@ -162,7 +167,7 @@ class _Operations(TorchDispatchMode):
 
 
 def check_layers(config: TrainConfig, device_type: str) -> None:
-    """Raises ValueError if TorchTPU, the backend that traces whole steps, cannot train the model's layers."""
+    """Raises ValueError if TorchTPU cannot train the model's layers; does nothing for devices of other backends."""
     from tpu_kit.model.meta_model import empty_model  # loads torch's compiler, which takes a second
     from tpu_kit.model.preparation import prepare_layers
     from tpu_kit.training.step import check_dropouts

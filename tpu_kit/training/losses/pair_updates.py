@@ -56,7 +56,7 @@ class PairUpdates(Updates):
         self.keeps_state = self._compares and config.preference.reference == "start"
 
     def begin(self, step: int, agreement: PreemptionGuard) -> bool:
-        """See `Updates.begin`; computes the reference of a new run."""
+        """See `Updates.begin`; with reference=start, computes and prints the reference of a new run."""
         if step or not self.keeps_state:
             return True
         self._model.eval()
@@ -74,7 +74,7 @@ class PairUpdates(Updates):
         return True
 
     def _of_replica(self, rows: PackedDataset, agreement: PreemptionGuard) -> list[_OfBatch]:
-        """Computes the log-probabilities of the pairs in this replica's rows; incomplete if the run has to stop."""
+        """Returns the log-probabilities of pairs in this replica's rows by batch; incomplete if the run has to stop."""
         rt, size, found = self._rt, self._plan.batch_size, list[_OfBatch]()
         batches = prefetch(eval_batches(rows, rt.data_shards, rt.data_size, size))
         shown = open_bar("reference", -(-len(rows) // (size * rt.data_size)), unit="batch")
@@ -99,7 +99,7 @@ class PairUpdates(Updates):
         return self._rt.to_host([values])[0]
 
     def after(self, step: int, agreement: PreemptionGuard) -> Iterator[tuple[Update, int, list[Tensors]]]:
-        """See `Updates.after`; for kto, computes the divergence over an update before its passes."""
+        """See `Updates.after`; for kto, sets the batches' "kl" to the divergence over the update before its passes."""
         for update, tokens, batches in super().after(step, agreement):
             if self._config.preference.labelled:
                 if not agreement.should_run(update.step):
@@ -132,7 +132,7 @@ class PairUpdates(Updates):
         return max(0.0, sum(totals) / max(1, sum(counts)))
 
     def evaluated(self, step: int) -> None:
-        """See `Updates.evaluated`; writes the first held-out pair with the gains of its tokens since the start."""
+        """See `Updates.evaluated`; except for kto, rank 0 writes the first held-out pair to pair.json."""
         rows, rt = self._prepared.eval, self._rt
         if rows is None or self._first is None or self._config.preference.labelled:
             return
@@ -156,7 +156,7 @@ class PairUpdates(Updates):
             atomic.write_text(self._config.output_path / PAIR_FILE, text)
 
     def _set(self, name: str, pairs: Sequence[Sequence[float]]) -> None:
-        """Sets the reference of a data set's pairs, given in the order of the packed rows."""
+        """Sets the reference of "train" or "eval" to [chosen, rejected] of its pairs, in the order of packed rows."""
         rows = self._sets[name]
         numbers = np.concatenate([rows.documents_of(row) for row in range(len(rows))])
         table: np.ndarray = np.zeros((len(rows.documents), 2), dtype=np.float32)
@@ -164,7 +164,7 @@ class PairUpdates(Updates):
         columns_of(rows).reference = table  # a new array: the old may be a file that all replicas map
 
     def document(self, step: int) -> dict[str, Any]:
-        """See `Updates.document`: the reference of all pairs, and of the tokens of the pair in pair.json."""
+        """See `Updates.document`: for "train" and "eval" [chosen, rejected] by pair; "first" by token."""
         tables = {name: columns_of(rows).reference.tolist() for name, rows in self._sets.items()}
         return {**tables, "first": self._first}
 
@@ -184,7 +184,7 @@ class PairUpdates(Updates):
             yield update, tokens, batches
 
     def warnings(self, means: Mapping[str, float], step: int) -> list[str]:
-        """Warns once if both rewards fall far, if lengths alone make the margin, or if the reference does not match."""
+        """Returns a text, once, if both rewards fall far, lengths alone make the margin, or the reference differs."""
         found, rewards = {}, [means.get(f"rewards/{name}", 0.0) for name in ("chosen", "rejected")]
         if step and self._compares and max(rewards) < _FALLEN:
             found["fallen"] = (

@@ -27,10 +27,11 @@ GAP = 0.1
 class PolicyObjective(Objective):
     """The surrogate loss of sampled completions; only tokens of completions have labels.
 
-    A batch has these fp32 (B, S) columns, with values at the position that predicts the token: advantages; share,
-    1 / tokens of the completion; weight, the token's part of the loss's divisor; sampler_logps, log-probabilities at
-    sampling. With several updates per rollout it has old_logps, log-probabilities before the rollout's first update.
-    With entropy_coef it has bonus, the weight of the token's entropy.
+    A batch has fp32 (B, S) columns, with values at the position that predicts the token: advantages; share, 1 / tokens
+    of the completion; weight, a part of the loss's divisor; sampler_logps, log-probabilities at sampling. With several
+    updates per rollout it has old_logps, log-probabilities before the rollout's first update. With entropy_coef it has
+    bonus, the weight of the token's entropy. Logs show means over tokens: entropy, shares clipped below and above, KL
+    divergence from the reference, |trainer's - sampler's log-probability|, and the share above `GAP`.
     """
 
     extra = ("tokens", "entropy", "clip_low", "clip_high", "kl", "sampler_gap", "sampler_gap_outside")
@@ -53,7 +54,7 @@ class PolicyObjective(Objective):
         return Cost(output_products=1, forwards=int(bool(self._rl.beta)))
 
     def logprobs(self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Computes the labels' log-probabilities without a gradient, (B, S), at the positions that predict them."""
+        """Computes the labels' log-probabilities without a gradient, (B, S), at positions that predict them; else 0."""
         with torch.no_grad():
             labels = shift_labels(batch["labels"], batch["segment_ids"])
             hidden = models.hidden_states(model, batch)
@@ -128,7 +129,7 @@ class PolicyObjective(Objective):
         return losses, (low, high & (advantages > 0), kl)
 
     def _correction(self, difference: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
-        """Computes importance weights (B, S) from the trainer's minus the sampler's log-probabilities."""
+        """Computes importance weights (B, S), capped or 0 above the cap, from log-probabilities, trainer - sampler."""
         level, _, bound = self.correction.partition("_")
         ratio = (sum_by_segment(difference, segments) if level == "sequence" else difference).exp()
         cap = self._rl.importance_sampling_cap
@@ -161,8 +162,8 @@ def pack(
 ) -> PackedDataset | None:
     """Packs prompts and completions into rows of `data.max_length` tokens, with the columns of the objective.
 
-    With `rl.drop_zero_advantage`, completions that change no weight are left out, and their part of the divisor is
-    spread over the others. Returns None if no completion is left.
+    With `rl.drops_flat_groups`, completions that change no weight are left out, and their part of the divisor is
+    spread over the others. Returns None if no completion is left. With distill.on_policy there are no such columns.
 
     With `share_prompts` the completions of a prompt in a row follow one copy of the prompt. A completion is a document
     that begins with the prompt's last token, which predicts the next; its prefix is the prompt without that token.
@@ -210,7 +211,7 @@ _DTYPES = {"ids": np.int32, "loss": np.bool_, **_OF_PREFIXES}
 def _columns(
     groups: Sequence[Sequence[Sampled]], of_tokens: Callable[[Sampled], Mapping[str, Sequence[float]]]
 ) -> dict[str, np.ndarray]:
-    """Joins the columns of all documents: for every group its prompt without the last token, then its completions."""
+    """Joins columns of documents, (tokens,): for every group its prompt without the last token, then completions."""
     documents: list[tuple[int, dict[str, Any]]] = []
     for number, group in enumerate(groups, 1):
         *context, last = group[0].prompt

@@ -47,7 +47,7 @@ class Scores(NamedTuple):
 
 
 def _score(ratio: torch.Tensor, preference: PreferenceConfig) -> torch.Tensor:
-    """Computes f' of the likelihood ratio for an f-divergence (Wang et al., arXiv:2309.16240)."""
+    """Computes f' of an f-divergence, up to a constant, from the log of a ratio (Wang et al., arXiv:2309.16240)."""
     kind, alpha = preference.f_divergence, preference.f_alpha - 1.0
     if kind == "forward_kl":
         return 1 - torch.exp(-ratio)
@@ -59,78 +59,93 @@ def _score(ratio: torch.Tensor, preference: PreferenceConfig) -> torch.Tensor:
 
 
 def _delta(scores: Scores, preference: PreferenceConfig) -> torch.Tensor:
+    """Computes the difference of the `_score`s of every pair, chosen - rejected."""
     return _score(scores.chosen_ratio, preference) - _score(scores.rejected_ratio, preference)
 
 
 def _mean_delta(scores: Scores, preference: PreferenceConfig) -> torch.Tensor:
-    """Computes the difference of the scores per token."""
+    """Computes the difference of the scores per token, chosen - rejected."""
     chosen = _score(scores.chosen_ratio, preference) / scores.chosen_tokens
     return chosen - _score(scores.rejected_ratio, preference) / scores.rejected_tokens
 
 
 def _sigmoid(scores: Scores, p: PreferenceConfig) -> torch.Tensor:
+    """Computes the loss of DPO itself: -log sigmoid(beta * `_delta`), per pair as all these losses."""
     return -F.logsigmoid(p.pref_beta * _delta(scores, p))
 
 
 def _hinge(scores: Scores, p: PreferenceConfig) -> torch.Tensor:
+    """Computes max(0, 1 - beta * `_delta`)."""
     return torch.relu(1 - p.pref_beta * _delta(scores, p))
 
 
 def _ipo(scores: Scores, p: PreferenceConfig) -> torch.Tensor:
+    """Computes IPO's loss: (`_mean_delta` - 1 / (2 * beta)) ** 2."""
     return (_mean_delta(scores, p) - 1 / (2 * p.pref_beta)) ** 2
 
 
 def _robust(scores: Scores, p: PreferenceConfig) -> torch.Tensor:
+    """Computes DPO's loss, corrected for a share `pref_smoothing` of pairs with swapped labels."""
     logits, wrong = p.pref_beta * _delta(scores, p), p.pref_smoothing
     return (wrong * F.logsigmoid(-logits) - (1 - wrong) * F.logsigmoid(logits)) / (1 - 2 * wrong)
 
 
 def _exo_pair(scores: Scores, p: PreferenceConfig) -> torch.Tensor:
+    """Computes EXO's loss: the divergence KL(p, q) of p = sigmoid(beta * `_delta`) from q = 1 - `pref_smoothing`."""
     logits, wrong = p.pref_beta * _delta(scores, p), p.pref_smoothing
     won = torch.sigmoid(logits) * (F.logsigmoid(logits) - math.log1p(-wrong))
     return won + torch.sigmoid(-logits) * (F.logsigmoid(-logits) - math.log(wrong))
 
 
 def _nca_pair(scores: Scores, p: PreferenceConfig) -> torch.Tensor:
+    """Computes NCA's loss from the rewards, beta * ratio: raises the chosen, and bounds both."""
     chosen, rejected = p.pref_beta * scores.chosen_ratio, p.pref_beta * scores.rejected_ratio
     return -F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected)
 
 
 def _bco_pair(scores: Scores, p: PreferenceConfig) -> torch.Tensor:
+    """Computes BCO's loss, without a shift: -log sigmoid(chosen reward) - log sigmoid(-rejected reward)."""
     return -F.logsigmoid(p.pref_beta * scores.chosen_ratio) - F.logsigmoid(-p.pref_beta * scores.rejected_ratio)
 
 
 def _sppo_hard(scores: Scores, p: PreferenceConfig) -> torch.Tensor:
+    """Computes SPPO's loss: squared distances of the ratios from 1 / (2 * beta) and -1 / (2 * beta)."""
     half = 0.5 / p.pref_beta
     return (scores.chosen_ratio - half) ** 2 + (scores.rejected_ratio + half) ** 2
 
 
 def _apo_zero(scores: Scores, p: PreferenceConfig) -> torch.Tensor:
+    """Computes APO-zero's loss, which raises the chosen reward and lowers the rejected reward."""
     return 1 - torch.sigmoid(p.pref_beta * scores.chosen_ratio) + torch.sigmoid(p.pref_beta * scores.rejected_ratio)
 
 
 def _apo_down(scores: Scores, p: PreferenceConfig) -> torch.Tensor:
+    """Computes APO-down's loss, which lowers the chosen reward, and the rejected reward by more."""
     apart = scores.chosen_ratio - scores.rejected_ratio
     return torch.sigmoid(p.pref_beta * scores.chosen_ratio) + 1 - torch.sigmoid(p.pref_beta * apart)
 
 
 def _discopop(scores: Scores, p: PreferenceConfig) -> torch.Tensor:
+    """Computes DiscoPOP's loss: the logistic loss, and for pairs with a larger margin the exponential loss."""
     logits = p.pref_beta * _delta(scores, p)
     share = torch.sigmoid(logits / p.discopop_tau)
     return -F.logsigmoid(logits) * (1 - share) + torch.exp(-logits) * share
 
 
 def _sigmoid_norm(scores: Scores, p: PreferenceConfig) -> torch.Tensor:
+    """Computes DPO's loss with `_mean_delta`: -log sigmoid(beta * `_mean_delta`)."""
     return -F.logsigmoid(p.pref_beta * _mean_delta(scores, p))
 
 
 def _simpo(scores: Scores, p: PreferenceConfig) -> torch.Tensor:
+    """Computes SimPO's loss from mean log-probabilities of tokens, with the margin `simpo_gamma`."""
     apart = scores.chosen / scores.chosen_tokens - scores.rejected / scores.rejected_tokens
     logits, wrong = p.pref_beta * apart - p.simpo_gamma, p.pref_smoothing
     return -(1 - wrong) * F.logsigmoid(logits) - wrong * F.logsigmoid(-logits)
 
 
 def _orpo(scores: Scores, p: PreferenceConfig) -> torch.Tensor:
+    """Computes beta times ORPO's odds-ratio loss from mean log-probabilities of tokens, without its likelihood."""
     chosen, rejected = scores.chosen / scores.chosen_tokens, scores.rejected / scores.rejected_tokens
     return -p.pref_beta * F.logsigmoid(_log_odds(chosen) - _log_odds(rejected))
 
@@ -155,7 +170,7 @@ _OF_LABELS = ("rewards/chosen", "rewards/rejected", "logps/chosen", "logps/rejec
 
 
 def _kto(ratio: torch.Tensor, kl: torch.Tensor, desirable: torch.Tensor, beta: float) -> torch.Tensor:
-    """Computes the loss of labelled replies (Ethayarajh et al., arXiv:2402.01306, equation 7), times their weights."""
+    """Computes KTO's loss of labelled replies (arXiv:2402.01306, equation 7) times |desirable|; bad if negative."""
     away = torch.where(desirable > 0, ratio - kl, kl - ratio)
     return desirable.abs() * (1 - torch.sigmoid(beta * away))
 
@@ -190,7 +205,7 @@ class PreferenceObjective(Objective):
             self.extra = self.extra[:-2]
 
     def means(self, sums: Mapping[str, float], weight: float) -> dict[str, float]:
-        """See `Objective.means`; for labelled replies the means of good and bad replies are separate."""
+        """See `Objective.means`; of labelled replies, means over good and over bad replies, without empty kinds."""
         if not self._preference.labelled:
             return super().means(sums, weight)
         counts = {"chosen": sums["good"], "rejected": sums["bad"]}

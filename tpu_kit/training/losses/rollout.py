@@ -42,7 +42,7 @@ class Judge(Protocol):
 
     @property
     def functions(self) -> Sequence[str]:
-        """Those of `names` that are the user's functions."""
+        """The names of the user's functions, a part of `names`."""
 
     def __call__(self, attempts: Sequence[Attempt], step: int, total_steps: int, stop: Stop) -> Judgement:
         """Judges this replica's completions; raises CallEnded if `stop` becomes true, ValueError if it fails."""
@@ -95,7 +95,7 @@ class Rollout:
 def sample(
     generator: Generator, tasks: Tasks, step: int, prompts: Sequence[int], count: int, sampling: Sampling, stop: Stop
 ) -> Rollout:
-    """Samples this replica's part of the prompts' completions; incomplete if `stop` becomes true."""
+    """Samples this replica's part of `count` completions for the tasks `prompts`; incomplete if `stop` turns true."""
     start, ids = time.monotonic(), [tasks.rows.prompt_ids[number] for number in prompts]
     completions = generator.share(ids, sampling, count, stop=stop)
     ordered = {key: completions[key] for key in sorted(completions)}
@@ -103,9 +103,10 @@ def sample(
 
 
 def judge(rollout: Rollout, tasks: Tasks, data: DataConfig, by: Judge, total_steps: int, stop: Stop) -> Rollout:
-    """Judges this replica's completions.
+    """Judges this replica's completions with `by`; without completions it does not call the judge.
 
-    If the judge fails, the error is in `failure`: the other replicas wait in `exchange`, after which all end the run.
+    If the judge raises ValueError, its text is in `failure` and all rewards are NaN, because the other replicas wait in
+    `exchange`; after it all end the run.
 
     Raises:
         CallEnded: `stop` became true.
@@ -129,7 +130,7 @@ def judge(rollout: Rollout, tasks: Tasks, data: DataConfig, by: Judge, total_ste
 
 
 def exchange(rollout: Rollout, rt: Runtime) -> Rollout:
-    """Gives every replica the completions and judgements of all, and the first replica's failure, if any."""
+    """Gives every replica the completions and judgements of all, and the first failure; all replicas must call it."""
     mine = {
         "keys": [*rollout.completions], "completions": [asdict(one) for one in rollout.completions.values()],
         "judgement": asdict(rollout.judgement), "failure": rollout.failure,
@@ -177,7 +178,7 @@ def advantages(rollout: Rollout, scale: Literal["group", "batch", "none"]) -> Ro
 
 
 def documents(rollout: Rollout, tasks: Tasks, mask_truncated: bool) -> list[Sampled]:
-    """Returns the completions to train on; with `mask_truncated`, completions that were cut off have no loss."""
+    """Returns all completions, in order, to train on; with `mask_truncated`, those cut off do not learn."""
     assert rollout.advantages is not None, "of `advantages`"
     found = []
     for (place, _), reply, advantage in zip(
@@ -191,7 +192,7 @@ def documents(rollout: Rollout, tasks: Tasks, mask_truncated: bool) -> list[Samp
 
 
 def measured(rollout: Rollout) -> dict[str, float]:
-    """Returns the metrics of an exchanged rollout for the log, without NaN."""
+    """Returns the metrics of an exchanged rollout for the log: rewards, lengths, truncated share, seconds; no NaN."""
     names, judgement = [*rollout.judgement.parts], rollout.judgement
     columns = [torch.tensor(judgement.parts[name], dtype=torch.float32) for name in names]
     values = {f"rewards/{name}": float(torch.nanmean(part)) for name, part in zip(names, columns, strict=True)}
@@ -207,6 +208,7 @@ def measured(rollout: Rollout) -> dict[str, float]:
 
 
 def _spread(rewards: torch.Tensor) -> dict[str, float]:
+    """Returns means of the rewards, and the shares of flat groups, of flat groups without success, and not judged."""
     spread, flat = deviation(rewards), _are_equal(rewards)
     wrong = flat[:, 0] & (torch.nan_to_num(rewards).amax(1) <= 0)
     return {
@@ -225,7 +227,7 @@ def advantages_of(rewards: torch.Tensor, scale: Literal["group", "batch", "none"
 
     Returns:
         (P, G) fp32: reward - mean of the group, scaled; 0 for completions that were not judged, and for groups with
-        fewer than two rewards.
+        equal rewards or fewer than two.
     """
     centred = rewards - torch.nanmean(rewards, -1, keepdim=True)
     # Rounding would give a group of equal rewards advantages of 1e-4.
@@ -244,6 +246,6 @@ def deviation(rewards: torch.Tensor) -> torch.Tensor:
 
 
 def _are_equal(rewards: torch.Tensor) -> torch.Tensor:
-    """Returns whether a row's rewards are equal except for rounding, (P, 1); true for fewer than two rewards."""
+    """Returns whether a row's rewards are equal but for rounding, (P, 1) booleans; true for fewer than two rewards."""
     largest = torch.nan_to_num(rewards).abs().amax(-1, keepdim=True)
     return torch.nan_to_num(deviation(rewards)) <= _FLAT * largest

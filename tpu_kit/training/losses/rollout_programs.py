@@ -119,7 +119,7 @@ def update_plan(config: TrainConfig, replicas: int) -> BatchPlan:
 
 
 def program_count(config: TrainConfig, replicas: int) -> dict[str, int]:
-    """Returns the largest number of programs of a run that samples, by kind."""
+    """Returns the most programs that a run that samples compiles, by kind, for its rollouts and updates."""
     rollout = rollout_of(config, replicas)
     assert rollout is not None
     # An evaluation fills the rows of the samples with held-out prompts, which takes another copy program.
@@ -136,7 +136,7 @@ def whole_prompts(config: TrainConfig, replicas: int) -> int:
 
 
 def smaller(config: TrainConfig, replicas: int) -> list[tuple[str, Sequence[int], str]]:
-    """Returns the parameters that reduce a rollout's memory: (name, smaller values, disadvantage)."""
+    """Returns the parameters that reduce a rollout's memory: (name, smaller values or none, largest first, effect)."""
     rl, whole = config.rl, whole_prompts(config, replicas)
     prompts = [n for n in range(rl.prompts_per_update - 1, 0, -1) if n % whole == 0 or n < whole]
     return [
@@ -146,7 +146,7 @@ def smaller(config: TrainConfig, replicas: int) -> list[tuple[str, Sequence[int]
 
 
 def warnings_of(config: TrainConfig, replicas: int) -> list[str]:
-    """Returns warnings about shapes of a rollout that waste a TPU's time."""
+    """Returns warnings about shapes of a rollout that waste a TPU's time; empty for a run that does not sample."""
     if not config.on_policy:
         return []
     rl, count = config.rl, config.num_generations

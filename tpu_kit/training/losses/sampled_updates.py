@@ -54,7 +54,10 @@ _UNJUDGED = 10  # consecutive rollouts without any reward after which the run en
 
 
 def updates_of(prompts: int, config: TrainConfig) -> Iterator[Update]:
-    """Yields the updates of a run that samples from `prompts` prompts; raises ValueError if they are too few."""
+    """Yields the updates of a run that samples from `prompts` prompts; raises ValueError if they are too few.
+
+    `first_row` and `rows` of an update are the prompts of its whole rollout.
+    """
     rl, optim, each = config.rl, config.optim, config.rl.updates_per_rollout
     if prompts < rl.prompts_per_rollout:
         raise ValueError(
@@ -70,7 +73,7 @@ def updates_of(prompts: int, config: TrainConfig) -> Iterator[Update]:
 
 
 def planned_updates(rows: float, batch: BatchPlan, config: TrainConfig) -> Iterator[Update]:
-    """Yields the updates of a run with `rows` packed rows, or prompts if it samples."""
+    """Yields the updates of a run with `rows` packed rows, or prompts if it samples; raises ValueError if too few."""
     if config.data.streaming:
         rows = math.inf
     return updates_of(int(rows), config) if config.on_policy else updates(rows, batch, config.optim)
@@ -184,14 +187,14 @@ class Rollouts(Updates):
         return sorted(self._tasks.numbers[n] for n in rows_of(update, self.rows, self._config.data)[first:][:count])
 
     def metrics(self, window: Sequence[Update]) -> dict[str, float]:
-        """Returns the means of the metrics over the rollouts of a window."""
+        """Returns the means of the metrics over the rollouts of a window, and forgets their metrics."""
         each = [self._metrics.pop(update.step) for update in window if update.step in self._metrics]
         names = dict.fromkeys(name for metrics in each for name in metrics)
         means = {name: [metrics[name] for metrics in each if name in metrics] for name in names}
         return {name: sum(values) / len(values) for name, values in means.items()}
 
     def warnings(self, means: Mapping[str, float], step: int) -> list[str]:
-        """Warns once if rewards teach nothing, if all completions are cut off, or if sampler and trainer differ.
+        """Returns a text, once, if rewards teach nothing, all completions are cut off, or sampler and trainer differ.
 
         With several updates per rollout, sampler and trainer differ after the first, so that is not a warning.
         """
@@ -250,7 +253,8 @@ class Rollouts(Updates):
     def _roll_out(self, update: Update, agreement: PreemptionGuard) -> bool:
         """Samples, judges and packs the completions of an update's prompts; returns False if the update may not run.
 
-        Once a replica has agreed to run the update, the others finish sampling, so that all exchange.
+        Once a replica has agreed to run the update, the others finish sampling, so that all exchange. Raises
+        NextUpdateError as `_refuse`.
         """
         rl, tasks = self._rl, self._tasks
 
@@ -280,7 +284,7 @@ class Rollouts(Updates):
         return True
 
     def _sampling(self, number: int) -> Sampling:
-        """Returns the sampling parameters of a rollout."""
+        """Returns the sampling parameters of a rollout by its number, from 0, which with optim.seed sets the seed."""
         seed = int(np.random.SeedSequence([self._config.optim.seed, number]).generate_state(1)[0])
         return Sampling(
             self._rl.max_completion_length, temperature=self._rl.sampling_temperature, seed=seed,
@@ -311,7 +315,7 @@ class Rollouts(Updates):
             self._write_group(rollout.step, rollout.rewards)
 
     def _write_group(self, step: int, rewards: torch.Tensor) -> None:
-        """Writes the completions of the group with the widest rewards."""
+        """Writes group.json: the completions of the group whose rewards have the largest standard deviation."""
         count = rewards.shape[1]
         group = int(torch.nan_to_num(deviation(rewards)).argmax())
         completions = [
@@ -332,7 +336,7 @@ class Rollouts(Updates):
             self._told.add(name)
 
     def _pack(self, sampled: list[Sampled]) -> None:
-        """Packs the completions of a rollout, part by part."""
+        """Sets the completions of a rollout, packs them part by part, and drops their old log-probabilities."""
         self._sampled, self._old = sampled, []
         size = self._rl.prompts_per_update * self._config.num_generations
         parts = (sampled[first : first + size] for first in range(0, len(sampled), size))
@@ -340,6 +344,7 @@ class Rollouts(Updates):
         self._packed = [pack(part, self._config, pad_id, self._share_prompts) for part in parts]
 
     def _part(self, update: Update) -> int:
+        """Returns the index of the part of the rollout from which an update learns."""
         return (update.step - 1) % self._rl.steps_per_generation
 
     def _batches(self, packed: PackedDataset | None) -> list[Tensors]:
@@ -364,6 +369,7 @@ class Rollouts(Updates):
         return torch.cat([torch.tensor(rows) for parts in passes for rows in parts])[: len(packed)]
 
     def _set_old(self, tables: list[torch.Tensor]) -> None:
+        """Sets the tables of `_old_logprobs`, by part, as the column old_logps; an empty list sets none."""
         self._old = tables
         for packed, table in zip(self._packed, tables, strict=bool(tables)):
             if packed is not None:

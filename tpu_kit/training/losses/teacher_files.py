@@ -84,11 +84,11 @@ class TeacherFiles:
         return dict(zip(map(self.folder.joinpath, names), blocks, strict=True))
 
     def missing(self) -> list[Path]:
-        """Returns the paths of the files that are missing or damaged."""
+        """Returns the paths of the files that are missing or incomplete; contents are not checked."""
         return [path for path in self.blocks if not _is_complete(path)]
 
     def columns(self) -> dict[str, Callable[[np.ndarray], torch.Tensor]]:
-        """Returns the files' columns, as `PackedDataset.columns` takes them."""
+        """Returns "top_ids" and "top_log_p" as `PackedDataset.columns` takes them: readers by row, 0 for row -1."""
         opened = cache(partial(safe_open, framework="pt"))
         places = {int(row): (path, index) for path, rows in self.blocks.items() for index, row in enumerate(rows)}
 
@@ -111,7 +111,7 @@ def read_columns(config: TrainConfig, files: TeacherFiles) -> dict[str, Callable
 
 
 def prepare_files(config: TrainConfig, prepared: Prepared, files: TeacherFiles, teacher: ModelConfig) -> None:
-    """Computes the missing files of a run with its teacher, in a separate launch.
+    """Computes the missing files of a run with its teacher, in a separate launch; prints their size first.
 
     Raises:
         ValueError: the files do not fit on the disk.
