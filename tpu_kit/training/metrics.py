@@ -37,13 +37,16 @@ _WINDOWS = 3  # consecutive logs with a cause before its warning: first evaluati
 
 
 class RecompileMonitor:
-    """Warns once about recompilation and once about host reads, from the counters at every log."""
+    """Warns about recompilation and about host reads, from the counters at every log."""
 
     def __init__(self) -> None:
         self._seen: dict[str, int] = {}
 
     def notice(self, before: Mapping[str, int], now: Mapping[str, int], steps: int) -> Iterator[str]:
-        """Yields the warnings to print after a log of `steps` steps, from `Runtime.counters` before and after them."""
+        """Yields the warnings to print after a log of `steps` steps, from `Runtime.counters` before and after them.
+
+        A cause must be there in three logs in a row; further logs in this row do not warn again.
+        """
         compiles, reads = (now.get(name, 0) - before.get(name, 0) for name in ("compiles", "fallbacks"))
         if self._again("compiles", compiles > 0):
             yield (
@@ -59,6 +62,7 @@ class RecompileMonitor:
             )
 
     def _again(self, cause: str, there: bool) -> bool:
+        """Counts a cause's logs in a row; returns True at the third."""
         self._seen[cause] = self._seen.get(cause, 0) + 1 if there else 0
         return self._seen[cause] == _WINDOWS
 
@@ -95,7 +99,7 @@ def check_tracking(config: TrainConfig, at: Machine | None = None) -> None:
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Reads the records of a metrics.jsonl, given its path or its folder, in order; an empty list without a file.
 
-    A last line that a killed process left incomplete is skipped.
+    Lines that are not JSON are skipped, such as a last line that a killed process left incomplete.
     """
     path = Path(path)
     path = path / METRICS_FILE if path.is_dir() else path
@@ -107,7 +111,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 
 
 def best_evaluation(records: Iterable[dict[str, Any]]) -> dict[str, Any] | None:
-    """Returns the evaluation with the lowest loss or, without losses, with the most correct answers.
+    """Returns the record of kind "eval" with the lowest loss or, without any loss, with the highest accuracy.
 
     The earliest of equal losses wins, and the latest of equal accuracies, which are frequent with few rows: later
     weights have learned more. Returns None if no evaluation has a finite number.
@@ -159,6 +163,7 @@ class Evaluations:
 
     @property
     def _since_best(self) -> int:
+        """Number of evaluations after the first with the best numbers."""
         best = best_evaluation(self._records) or {"loss": None, "accuracy": None, "step": 0}
         same = (record["step"] for record in self._records
                 if (record["loss"], record["accuracy"]) == (best["loss"], best["accuracy"]))  # fmt: skip
@@ -168,7 +173,8 @@ class Evaluations:
     def figures(self, step: int | None = None) -> dict[str, float]:
         """Returns eval_loss, eval_accuracy and eval_step of a step, by default of the newest evaluation.
 
-        A mix also has eval_loss/NAME and eval_accuracy/NAME for every source.
+        A mix also has eval_loss/NAME and eval_accuracy/NAME for every source. Numbers that were not measured are left
+        out, but without an accuracy eval_loss is NaN. Empty if there is no such evaluation.
         """
         record = next((record for record in reversed(self._records) if step in (None, record["step"])), None)
         if record is None:
@@ -183,7 +189,7 @@ class Evaluations:
 
 
 class Tracker:
-    """Writes the metrics of a run, on rank 0 only, and shows the progress bar on stderr.
+    """Writes the metrics of a run and shows the progress bar on stderr; only rank 0 makes a tracker.
 
     Every record of `<output_dir>/metrics.jsonl` has `kind` ("start", "train" or "eval") and `step`. A value that is not
     finite is null, and `nonfinite` has its text, as in ``{"loss": null, "nonfinite": {"loss": "nan"}}``.
@@ -334,10 +340,10 @@ class Tracker:
 
         Args:
             step: number of updates done.
-            loss: loss of the held-out rows, nats per token.
+            loss: loss of the held-out rows, nats per token; NaN if it was not computed.
             accuracy: the share of correct answers, 0 to 1.
             interval: the ends of the accuracy's confidence interval.
-            by_source: for a mix, "loss/NAME" and "accuracy/NAME" -> value.
+            by_source: for a mix, "loss/NAME" and "accuracy/NAME" -> value; and other means of the objective.
         """
         ends = dict(zip(("accuracy_low", "accuracy_high"), interval or (), strict=False))
         values = {"loss": loss, "perplexity": self._perplexity(loss), "accuracy": accuracy, **ends, **by_source}
@@ -370,6 +376,7 @@ class Tracker:
                 self._wandb.finish(exit_code=int(failed))
 
     def _write(self, kind: str, step: int, values: dict[str, Any]) -> dict[str, Any]:
+        """Adds a record to the history, the file and the trackers; returns it. Raises OSError as `_room`."""
         values = {**values, "seconds": self._seconds_before + self._clock() - self._start}
         nonfinite = {k: str(v) for k, v in values.items() if isinstance(v, float) and not math.isfinite(v)}
         record = {"kind": kind, "step": step, **values, **dict.fromkeys(nonfinite)}
@@ -388,6 +395,7 @@ class Tracker:
         return record
 
     def _begin(self, history: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+        """Prepares metrics.jsonl as the class says; returns the records so far."""
         path = self._dir / METRICS_FILE
         if history is None:
             if path.exists():
@@ -420,6 +428,7 @@ def _open_tensorboard(folder: Path, purge_step: int | None) -> Any:
 
 
 def _open_wandb(config: TrainConfig, folder: Path) -> Any:
+    """Starts, or continues, the W&B run whose id the folder's file has."""
     import wandb
 
     # In W&B, WANDB_MODE=offline overrides online.
@@ -446,7 +455,7 @@ _COLUMNS = ("question", "expected", "base", "base correct", "tuned", "tuned corr
 def log_result(
     config: TrainConfig, step: int, metrics: Mapping[str, float], compared: Comparison | None, adapter_dir: str
 ) -> None:
-    """Sends the result of a run to the trackers: metrics, answers of both models and, on request, the adapter."""
+    """Sends the result of a run to TensorBoard and W&B: finite metrics, answers of both models, perhaps the adapter."""
     figures = {f"result/{name}": value for name, value in metrics.items() if math.isfinite(value)}
     samples = zip(compared.base.samples, compared.tuned.samples, strict=True) if compared else ()
     cells = [(base.question, base.expected, base.answer, base.correct, tuned.answer, tuned.correct)
@@ -476,7 +485,7 @@ def log_result(
 
 @contextlib.contextmanager
 def _optional(warning: str) -> Iterator[None]:
-    """Prints an error inside the context as a warning: W&B may raise any error, and the run is complete without it."""
+    """Prints an error inside the context as a warning, with {} for its text: the run is complete without W&B."""
     try:
         yield
     except Exception as error:

@@ -14,13 +14,15 @@ MORE_UPDATES = "raise optim.max_steps or optim.epochs, or lower optim.batch_size
 
 
 def describe_start(loss: float, vocabulary: int | None) -> str:
-    """Describes the held-out loss before training, beside a uniform guess over the vocabulary's tokens, if given."""
+    """Describes the held-out loss before training, beside a uniform guess if the vocabulary's size is given."""
     beside = f"; {math.log(vocabulary):.4g} is a uniform guess among {vocabulary:,} tokens" if vocabulary else ""
     return f"held-out loss    {loss:.4g} before training{beside}"
 
 
 def not_learned(records: Iterable[Mapping[str, Any]], final: Mapping[str, float], updates: int) -> str:
-    """Explains why a run seems to have learned nothing; empty if its held-out loss fell below a uniform guess.
+    """Says that a run seems to have learned nothing and what to try; empty if its held-out loss fell, or is unknown.
+
+    If the loss is a likelihood of tokens, it must also be below a uniform guess.
 
     Args:
         records: records of metrics.jsonl.

@@ -177,7 +177,7 @@ class ResumePoint:
 
 
 def _other_files(before: Mapping[str, str] | None, now: Mapping[str, str] | None) -> str:
-    """Describes which files of a stream have changed since the checkpoint; empty if no difference is known."""
+    """Describes which files of a stream are new, gone or changed since the checkpoint; empty if none is known."""
     if not before or now is None:
         return ""
     kinds = {
@@ -202,13 +202,13 @@ class Comparison(NamedTuple):
 
 
 def find_resume_point(config: TrainConfig) -> ResumePoint | None:
-    """Returns the newest checkpoint whose documents are not damaged, or None for a new run.
+    """Returns the newest checkpoint whose documents are not damaged, or None for a new run or resume=never.
 
     Newer checkpoints that are damaged are set aside later, by the process that writes: `CheckpointManager.newest`.
 
     Raises:
-        ValueError: there is no checkpoint, and checkpoint.resume=must or the folder has other files of a run; or the
-            folder cannot be read.
+        ValueError: there is no checkpoint, and checkpoint.resume=must or the folder has other files of a run; the
+            folder cannot be read; or a checkpoint has a format that this tpu_kit does not read.
     """
     if config.checkpoint.resume == "never":
         return None
@@ -234,7 +234,7 @@ def find_resume_point(config: TrainConfig) -> ResumePoint | None:
 
 
 def weights_of(step: int, config: TrainConfig) -> Tensors:
-    """Reads the trained weights of a step, or their average, from its checkpoint; raises ValueError if it is gone."""
+    """Reads a step's trained weights (with ema_decay, the average) by name; raises ValueError if they are gone."""
     checkpoint = next((each for each in list_checkpoints(config.checkpoints_place)[0] if each.step == step), None)
     if checkpoint is None:
         raise ValueError(
@@ -258,7 +258,7 @@ def rows_digest(prepared: Prepared) -> str:
 
 
 def versions(config: TrainConfig) -> dict[str, str]:
-    """Returns the versions of packages, and hashes of the code of the user's functions, for the checkpoint."""
+    """Returns the versions of installed packages, and hashes of the code of the user's functions, by name."""
     names = ("tpu_kit", "torch", "torch_xla", "transformers", "peft")
     found = {name: version for name in names if (version := installed_version(name))}
     formats = [one.format for one in config.data.by_source]

@@ -52,6 +52,7 @@ class StreamUpdates(Updates):
         return prefetch(self._streamed(step, agreement))
 
     def _streamed(self, step: int, agreement: PreemptionGuard) -> Iterator[tuple[Update, int, list[Tensors]]]:
+        """Yields the items of `after`, without a thread."""
         readers = self._rt.world_size // self._rt.num_hosts
         number, used, shard, wanted_for = 0, 0, None, step + 1
         shards = shards_from(
@@ -87,6 +88,7 @@ class StreamUpdates(Updates):
         return NextUpdateError(str(error)) if self._rt.num_hosts == 1 else ValueError(str(error))
 
     def _note(self, step: int, parts: list[_Rows], number: int, used: int, rows: int) -> None:
+        """Records an update's rows, and the place after it: `used` of `rows` rows of shard `number` are trained."""
         count = self._stream.count
         place = Place(*divmod(number, count), used) if used < rows else Place(*divmod(number + 1, count))
         self._made_until[step] = place, (number + used / rows) / count
@@ -97,13 +99,13 @@ class StreamUpdates(Updates):
         return self._made_until[update.step][1]
 
     def places(self, update: Update) -> list[str]:
-        """See `Updates.places`."""
+        """See `Updates.places`; empty for an update that `metrics` has forgotten."""
         rows = {(part.number, row) for part in self._parts.get(update.step, ())
                 for number in part.rows.tolist() for row in part.data.source_rows(number)}  # fmt: skip
         return [f"{row} of {self._stream.shard(number)}" for number, row in sorted(rows)]
 
     def metrics(self, window: Sequence[Update]) -> dict[str, float]:
-        """Returns the number of the last row's shard, from 0; forgets the updates before the window."""
+        """Returns "shard", the last row's shard, from 0; forgets the updates before the window."""
         for kept in (self._made_until, self._parts):
             for step in [step for step in kept if step < window[0].step]:
                 del kept[step]

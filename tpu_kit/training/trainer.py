@@ -166,10 +166,13 @@ class Trainer:
     def run(self, agreement: PreemptionGuard) -> Status:
         """Makes the remaining updates; between two logs the host only traces and dispatches steps.
 
-        Before every step it asks `agreement` whether to stop. After a stop signal it saves and returns "preempted".
+        Before every step it asks `agreement` whether to stop. After a stop signal it saves and returns "preempted";
+        after an early stop it returns "stopped".
 
         Raises:
-            ValueError: training has diverged, or the next update cannot be made (after a checkpoint is saved).
+            ValueError: training has diverged, an update was skipped with on_nan=stop, or the next update cannot be made
+                (after a checkpoint is saved).
+            OSError: a checkpoint or a log could not be written.
         """
         if self.evaluations.stopped:
             return "stopped"
@@ -188,6 +191,7 @@ class Trainer:
         return status
 
     def _make_updates(self, agreement: PreemptionGuard) -> Status:
+        """Makes the updates of `run`; does not save after a stop signal."""
         rt = self.rt
         status: Status = "finished"
         self._started = time.monotonic()
@@ -231,12 +235,13 @@ class Trainer:
         return status
 
     def _end_at_step(self, save: bool) -> None:
+        """Writes the pending log and, if `save`, a checkpoint of the present step unless it is saved."""
         self._log()
         if save and self._saved < self.step:
             self._save(anyway=True)
 
     def _dispatch(self, update: Update, tensors: list[Tensors], window_open: bool) -> float:
-        """Sends the batches of an update and dispatches its step; returns the learning rate."""
+        """Sends the batches of an update and dispatches its step; returns the learning rate of the schedule."""
         rt, optim, step = self.rt, self.config.optim, update.step
         self.mark("step", step)
         rate = learning_rate(step, self.total, optim, update.passes / self.plan.gradient_accumulation)
@@ -259,12 +264,13 @@ class Trainer:
         return rate
 
     def _train_seconds(self) -> float:
+        """Returns the seconds in `run` until now, earlier launches included."""
         return self._seconds + time.monotonic() - self._started
 
     # ----------------------------------------------------------------------------------------------------------- logs
 
     def _log(self) -> None:
-        """Reads the sums of a pending log from the device and writes the log."""
+        """Reads a pending log's sums from the device, writes the log, and warns; raises as `_report_skipped`."""
         if self._pending is None:
             return
         pending, self._pending, asked = self._pending, None, time.monotonic()
@@ -315,7 +321,7 @@ class Trainer:
             self._report_skipped(pending.window, report)
 
     def _rates_of_groups(self, rate: float) -> dict[str, float]:
-        """Returns the learning rates of parameters with a rate of their own; empty if there are none."""
+        """Returns "lr_embeddings" and "lr_b", the rates of parameters with an own rate; empty if there are none."""
         optim, plus, found = self.config.optim, self.config.lora.plus, dict[str, float]()
         if optim.embedding_learning_rate and optim.learning_rate:
             found["lr_embeddings"] = rate * optim.embedding_learning_rate / optim.learning_rate
@@ -359,6 +365,7 @@ class Trainer:
     # ---------------------------------------------------------------------------------------------------- evaluations
 
     def _evaluates(self, step: int) -> bool:
+        """Whether to evaluate after a step: every `optim.eval_steps`, a share if below 1, and after the last."""
         every = self.config.optim.eval_steps
         if every is not None and every < 1:
             every = max(1, round(every * self.total))
@@ -379,6 +386,7 @@ class Trainer:
                 _warn(text)
 
     def _evaluate(self, step: int) -> None:
+        """Evaluates the weights, or their average; logs the result and adds it to `evaluations`."""
         self.model.eval()
         with self.state.averaged():
             self.updates.evaluating()
@@ -393,7 +401,7 @@ class Trainer:
         self.evaluations.add(step, loss, share, by_source | others)
 
     def _held_out_loss(self) -> tuple[float, dict[str, float]]:
-        """Returns the held-out loss, and by name the losses of a mix's sources and the objective's means."""
+        """Returns the held-out loss (NaN without weight), and by name a mix's losses and the objective's means."""
         assert self.prepared.eval is not None
         rt, parts, each = self.rt, self.prepared.eval_parts(), list[torch.Tensor]()
         extra = self.objective.extra if self.objective.measures_held_out else ()
@@ -430,7 +438,7 @@ class Trainer:
         return not_learned(self._tracker.history, final, self.total) if self._tracker is not None else ""
 
     def results(self) -> dict[str, float]:
-        """Returns the metrics of the resulting weights."""
+        """Returns the last log's loss, the evaluation of the resulting weights, train_seconds and skipped_updates."""
         measured = {**self.metrics, **self.evaluations.figures(self._chosen_step)}
         return {**measured, "train_seconds": self._seconds, "skipped_updates": float(self.skipped)}
 
@@ -440,7 +448,10 @@ class Trainer:
         return (self.evaluations.best_step or None) if self.config.optim.eval_steps is not None else None
 
     def weights(self) -> Tensors:
-        """Returns the resulting weights on the CPU; call it on rank 0, after the last checkpoint is durable."""
+        """Returns the resulting weights, or their average, on the CPU by name; raises ValueError as `weights_of`.
+
+        Call it on rank 0, after the last checkpoint is durable.
+        """
         chosen = self._chosen_step or self.step
         if self.parts is not None or chosen != self.step:
             return weights_of(chosen, self.config)
@@ -451,6 +462,7 @@ class Trainer:
     # ---------------------------------------------------------------------------------------------------- checkpoints
 
     def _saves(self, step: int) -> bool:
+        """Whether to save after a step, by `checkpoint`'s settings, at the end, or because a save was postponed."""
         every = self.config.checkpoint.save_steps
         return step % every == 0 or step == self.total or self._postponed or self._is_due()
 

@@ -29,7 +29,7 @@ class Updates:
         splits: whether the number of passes varies, so that an update is two programs (`step.SplitStep`).
         keeps_state: whether a checkpoint needs `document`.
         generator: answers the held-out rows, whose loss is then not computed; None computes their loss.
-        rows: number of rows per epoch.
+        rows: number of packed rows per epoch, or of prompts if the run samples.
     """
 
     splits = False
@@ -52,14 +52,15 @@ class Updates:
     def after(self, step: int, agreement: PreemptionGuard) -> Iterator[tuple[Update, int, list[Tensors]]]:
         """Yields every update after a step, its tokens on all replicas without padding, and this replica's batches.
 
-        An update that `agreement` does not allow to run may have no batches.
+        The batches are CPU tensors, one dictionary per pass. An update that may not run may have none.
 
         Raises:
-            NextUpdateError: the batches of an update cannot be made.
+            NextUpdateError: the batches of an update cannot be made; with several replicas, BatchError instead.
         """
         return prefetch(self._made(step))
 
     def _made(self, step: int) -> Iterator[tuple[Update, int, list[Tensors]]]:
+        """Yields the items of `after`, without a thread."""
         for update in islice(self.all(), step, None):
             taken = rows_of(update, self.rows, self._config.data, self._data.grouping)
             mine = shard_rows(taken, update, self._plan, self._rt.data_shards)
@@ -72,7 +73,7 @@ class Updates:
             yield update, int(self._data.row_tokens[taken].sum()), batches
 
     def source_rows(self, update: Update) -> list[int]:
-        """Returns the numbers of an update's data set rows, sorted."""
+        """Returns the numbers of an update's data set rows (not packed rows), sorted, without repetitions."""
         packed = rows_of(update, self.rows, self._config.data, self._data.grouping)
         return sorted({row for number in packed for row in self._data.source_rows(number)})
 
@@ -93,14 +94,14 @@ class Updates:
         return []
 
     def evaluating(self) -> None:
-        """Called on all replicas before an evaluation."""
+        """Prepares an evaluation; called on all replicas. Does nothing here."""
 
     def evaluated(self, step: int) -> None:
-        """Called on all replicas after an evaluation, while the model still has the evaluated weights."""
+        """Ends an evaluation; called on all replicas while the model still has the evaluated weights."""
 
     def document(self, step: int) -> dict[str, Any]:
         """Returns the JSON state that a checkpoint needs in addition to continue after a step."""
         return {}
 
     def restore(self, document: Mapping[str, Any]) -> None:
-        """Restores the state that `document` returned."""
+        """Restores the state that `document` returned, before `begin`."""
