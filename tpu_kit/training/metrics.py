@@ -192,7 +192,8 @@ class Tracker:
     """Writes the metrics of a run and shows the progress bar on stderr; only rank 0 makes a tracker.
 
     Every record of `<output_dir>/metrics.jsonl` has `kind` ("start", "train" or "eval") and `step`. A value that is not
-    finite is null, and `nonfinite` has its text, as in ``{"loss": null, "nonfinite": {"loss": "nan"}}``.
+    finite is null, and `nonfinite` has its text, as in ``{"loss": null, "nonfinite": {"loss": "nan"}}``. If the file
+    cannot be written, OSError has the next action.
 
     Args:
         config: the run.

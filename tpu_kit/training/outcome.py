@@ -20,7 +20,7 @@ def describe_start(loss: float, vocabulary: int | None) -> str:
 
 
 def not_learned(records: Iterable[Mapping[str, Any]], final: Mapping[str, float], updates: int) -> str:
-    """Says that a run seems to have learned nothing and what to try; empty if its held-out loss fell, or is unknown.
+    """Says that a run seems to have learned nothing, with advice; empty if its held-out loss fell, or is unknown.
 
     If the loss is a likelihood of tokens, it must also be below a uniform guess.
 

@@ -223,7 +223,7 @@ def _unstacked(values: Mapping[str, torch.Tensor], stacks: Mapping[str, list[str
 def read_tensors(checkpoint: Checkpoint, select: Select | None = None) -> dict[str, torch.Tensor]:
     """Reads training.safetensors, or the parts of several hosts, as the tensors of `TrainState.to_host`.
 
-    `select` must choose whole sections, by the begin of a name such as "average/"; None reads all. Raises DamagedError
+    `select` must choose whole sections, by the start of a name such as "average/"; None reads all. Raises DamagedError
     as `Checkpoint.tensors`, and ValueError as `joined`.
     """
     if parts := [name.removesuffix(".safetensors") for name in checkpoint.files if name.startswith("training-")]:

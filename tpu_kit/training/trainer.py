@@ -328,6 +328,7 @@ class Trainer:
         return found | ({"lr_b": rate * plus} if plus != 1 else {})
 
     def _read(self, report: torch.Tensor) -> UpdateSums:
+        """Reads `TrainState.report` from the device, as numbers."""
         return UpdateSums.unpack(self.rt.to_host([report])[0].tolist())
 
     def _report_skipped(self, window: list[Update], report: UpdateSums) -> None:
@@ -431,6 +432,7 @@ class Trainer:
         return every, {f"accuracy/{name}": one.share for name, one in zip(names, others, strict=True) if one.total}
 
     def _on_device(self, sums: tuple[float, ...]) -> torch.Tensor:
+        """Copies numbers to the device as an fp32 tensor, (N,)."""
         return self.rt.to_device([{"sums": torch.tensor(sums, dtype=torch.float32)}])[0]["sums"]
 
     def warning(self, final: Mapping[str, float]) -> str:

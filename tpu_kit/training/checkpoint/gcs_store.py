@@ -105,6 +105,7 @@ class BucketStore(FolderStore):
         return listing, self._sorted(listing, owner)
 
     def _sorted(self, listing: Listing, owner: Owner) -> Contents:
+        """Calls `sort_out` for this store."""
         return sort_out(listing, owner, self._here)
 
     @contextmanager
@@ -135,6 +136,7 @@ class BucketStore(FolderStore):
         return entry
 
     def _delete(self, *folders: str) -> None:
+        """Removes all objects in folders, given by name."""
         self.files.remove(name for folder in folders for name in self.files.list(folder))
 
     def _clean(self) -> None:

@@ -147,9 +147,11 @@ class Checkpoint:
         return found.hexdigest()
 
     def _place(self, name: str) -> Path | str:
+        """Returns the path or URL of a file of the checkpoint."""
         return self.source.place(f"{self.folder}/{name}")
 
     def _changed(self, name: str) -> DamagedError:
+        """Makes the error for a file whose MD5 differs."""
         return DamagedError(f"{self._place(name)} has changed since it was written: its MD5 differs")
 
 

@@ -84,7 +84,7 @@ class DistillationObjective(Objective):
                 )
 
     def attach(self, model: torch.nn.Module, load: Callable[[ModelConfig], Any]) -> None:
-        """See `Objective.attach`; adds projections of compared states if the sizes differ, nothing with files."""
+        """Adds the teacher, and projections of compared states if the sizes differ; with files, adds nothing."""
         if self._distill.files:
             return
         assert self._config.teacher is not None

@@ -136,7 +136,7 @@ def _explained(name: str, file: str | None, error: Exception) -> str:
 
 
 def _refuse_own_call(decoder: Any, args: Any, kwargs: Any) -> None:
-    """Raises ValueError, as a forward hook, if a loss calls the model itself: the kit's calls have use_cache=False."""
+    """Raises ValueError, as a pre-hook, if a loss calls the model itself: the kit's calls have use_cache=False."""
     if kwargs.get("use_cache") is not False:
         raise ValueError(
             "it calls the model itself, which ignores the documents of a packed row; call hidden_states(model, batch) "

@@ -56,7 +56,7 @@ class PairUpdates(Updates):
         self.keeps_state = self._compares and config.preference.reference == "start"
 
     def begin(self, step: int, agreement: PreemptionGuard) -> bool:
-        """See `Updates.begin`; with reference=start, computes and prints the reference of a new run."""
+        """See `Updates.begin`; with reference=start, computes a new run's reference, with the model in eval mode."""
         if step or not self.keeps_state:
             return True
         self._model.eval()
@@ -184,7 +184,7 @@ class PairUpdates(Updates):
             yield update, tokens, batches
 
     def warnings(self, means: Mapping[str, float], step: int) -> list[str]:
-        """Returns a text, once, if both rewards fall far, lengths alone make the margin, or the reference differs."""
+        """Returns texts, every kind once: both rewards fall far, lengths make the margin, the reference differs."""
         found, rewards = {}, [means.get(f"rewards/{name}", 0.0) for name in ("chosen", "rejected")]
         if step and self._compares and max(rewards) < _FALLEN:
             found["fallen"] = (

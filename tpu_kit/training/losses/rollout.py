@@ -178,7 +178,7 @@ def advantages(rollout: Rollout, scale: Literal["group", "batch", "none"]) -> Ro
 
 
 def documents(rollout: Rollout, tasks: Tasks, mask_truncated: bool) -> list[Sampled]:
-    """Returns all completions, in order, to train on; with `mask_truncated`, those cut off do not learn."""
+    """Returns all completions, in order, to train on; with `mask_truncated`, completions cut off do not learn."""
     assert rollout.advantages is not None, "of `advantages`"
     found = []
     for (place, _), reply, advantage in zip(

@@ -194,7 +194,7 @@ class Rollouts(Updates):
         return {name: sum(values) / len(values) for name, values in means.items()}
 
     def warnings(self, means: Mapping[str, float], step: int) -> list[str]:
-        """Returns a text, once, if rewards teach nothing, all completions are cut off, or sampler and trainer differ.
+        """Returns texts, every kind once: rewards teach nothing, all completions are cut off, the sampler differs.
 
         With several updates per rollout, sampler and trainer differ after the first, so that is not a warning.
         """

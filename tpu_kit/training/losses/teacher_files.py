@@ -88,7 +88,7 @@ class TeacherFiles:
         return [path for path in self.blocks if not _is_complete(path)]
 
     def columns(self) -> dict[str, Callable[[np.ndarray], torch.Tensor]]:
-        """Returns "top_ids" and "top_log_p" as `PackedDataset.columns` takes them: readers by row, 0 for row -1."""
+        """Returns "top_ids" and "top_log_p" as `PackedDataset.columns` takes them: readers of packed rows, 0 for -1."""
         opened = cache(partial(safe_open, framework="pt"))
         places = {int(row): (path, index) for path, rows in self.blocks.items() for index, row in enumerate(rows)}
 
