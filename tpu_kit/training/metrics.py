@@ -151,19 +151,19 @@ class Evaluations:
 
     @property
     def stopped(self) -> bool:
-        """Whether the run stops early: the last `patience` evaluations were not better."""
+        """Whether the run stops early: the last `patience` evaluations were not better; False without patience."""
         return self._patience is not None and self._since_best >= self._patience
 
     @property
     def reason(self) -> str:
-        """The reason for an early stop."""
+        """The reason for an early stop, as text."""
         best = best_evaluation(self._records)
         than = f"better than step {best['step']} ({best['loss']:.6g})" if best else "a number"
         return f"none of the last {self._since_best} evaluations was {than}"
 
     @property
     def _since_best(self) -> int:
-        """Number of evaluations after the first with the best numbers."""
+        """Number of evaluations since the first with the same loss and accuracy as the best."""
         best = best_evaluation(self._records) or {"loss": None, "accuracy": None, "step": 0}
         same = (record["step"] for record in self._records
                 if (record["loss"], record["accuracy"]) == (best["loss"], best["accuracy"]))  # fmt: skip

@@ -81,7 +81,7 @@ class ResumePoint:
         return self.checkpoint.step
 
     def is_of(self, checkpoint: Checkpoint | None) -> bool:
-        """Whether a checkpoint has the same step and content."""
+        """Whether a checkpoint has the same step and content; False for None."""
         return checkpoint is not None and (checkpoint.step, checkpoint.files) == (self.step, self.checkpoint.files)
 
     def kept(self, config: TrainConfig) -> TrainConfig:

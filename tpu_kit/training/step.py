@@ -116,9 +116,9 @@ def train_step(
     """Makes one update from `batches`, one per gradient accumulation pass; changes model and state in place.
 
     The summed gradients are divided by the objective's weight over all replicas and passes, so the update does not
-    depend on how rows are split over them. If the loss or the gradient norm is not finite, or the loss is more than
-    `max_loss_rise` above `UpdateSums.usual`, all replicas skip the update and change only `state.report`. Only matrices
-    are decayed.
+    depend on how rows are split over them. If the loss or the gradient norm is not finite, or the mean loss is above
+    `UpdateSums.usual` by more than `max_loss_rise`, all replicas skip the update and change only `state.report`. Only
+    matrices are decayed.
 
     Args:
         model: the replica's model, in training mode.
@@ -213,7 +213,7 @@ class SplitStep:
         self._totals.add_(_backward(self._model, self._state, batch, self._objective, self._optim))
 
     def apply(self, control: torch.Tensor) -> None:
-        """Makes an update, as `train_step` does, from all passes since the last update."""
+        """Makes an update, as `train_step` does, from all passes since the last update; sets their sums to 0."""
         state = self._state
         with torch.no_grad():
             buffers = {name: param.grad for name, param in state.params.items() if param.grad is not None}
@@ -249,7 +249,7 @@ def _update(
     control: torch.Tensor,
     optim: OptimConfig,
 ) -> None:
-    """Updates the state from gradients and totals (2 + N,) summed over all replicas; divides `gradients` in place."""
+    """Ends `train_step` with the gradients and sums (2 + N,) of all replicas; divides `gradients` in place."""
     rate, window_open, step = Control(*control.unbind())
     sums, before = Sums(totals[0], totals[1], totals[2:].unbind()), UpdateSums.unpack(state.report.unbind())
     tokens = torch.where(sums.weight > 0, sums.weight, torch.ones_like(rate))

@@ -152,7 +152,7 @@ class Trainer:
             self._tracker.close(failed=error is not None)
 
     def resume(self, point: ResumePoint) -> None:
-        """Continues from a checkpoint, after its tensors were loaded and its rows compared (`ResumePoint.refusal`)."""
+        """Takes counters, history and batches from a checkpoint; `state` has its tensors, and its rows are compared."""
         checkpoint, state = point.checkpoint, point.state
         self.step = self._saved = checkpoint.step
         self._logged, self._rows, self._tokens = state["logged"], state["rows"], state["tokens"]
@@ -332,7 +332,7 @@ class Trainer:
         return UpdateSums.unpack(self.rt.to_host([report])[0].tolist())
 
     def _report_skipped(self, window: list[Update], report: UpdateSums) -> None:
-        """Warns about skipped updates; raises ValueError with optim.on_nan=stop or after too many in a row."""
+        """Warns of skipped updates; raises ValueError with on_nan=stop, or at 10 in a row and withdraws checkpoints."""
         optim, first = self.config.optim, int(report.first_skipped)
         update = next(update for update in window if update.step == first)
         rows = self.updates.places(update)
@@ -366,7 +366,7 @@ class Trainer:
     # ---------------------------------------------------------------------------------------------------- evaluations
 
     def _evaluates(self, step: int) -> bool:
-        """Whether to evaluate after a step: every `optim.eval_steps`, a share if below 1, and after the last."""
+        """Whether to evaluate held-out rows, if any, after a step: every `optim.eval_steps`, and after the last."""
         every = self.config.optim.eval_steps
         if every is not None and every < 1:
             every = max(1, round(every * self.total))
@@ -375,7 +375,7 @@ class Trainer:
         return self.prepared.eval is not None and (step == self.total or (every is not None and step % every == 0))
 
     def _evaluate_start(self) -> None:
-        """Measures the held-out loss before the first update, with the program of later evaluations."""
+        """Measures and logs the held-out loss before the first update, with the program of later evaluations."""
         with self._tracker.untimed() if self._tracker else contextlib.nullcontext():
             self.model.eval()
             self.updates.evaluating()
@@ -422,7 +422,7 @@ class Trainer:
         return mean, {f"loss/{name}": loss for name, loss in zip(parts, losses, strict=True) if name} | more
 
     def _held_out_accuracy(self) -> tuple[Accuracy, dict[str, float]]:
-        """Returns the accuracy on held-out rows with an expected answer, and the accuracies of a mix's sources."""
+        """Returns the accuracy on held-out rows with an expected answer, and "accuracy/NAME" of a mix's sources."""
         sums = self._on_device(self._count_correct())
         self.rt.all_reduce([sums])
         self.rt.sync()
@@ -486,7 +486,7 @@ class Trainer:
         """Starts to write a checkpoint; the loop waits only for the copy from the device.
 
         Args:
-            anyway: whether to save even if the last update was skipped, because no applied update may follow.
+            anyway: whether to save even if the last update was skipped; if not, the save waits for an applied update.
         """
         if self.checkpoints is None and self.parts is None:
             return

@@ -90,7 +90,7 @@ class CheckpointManager(BackgroundWriter):
         """Verifies the checkpoints from the largest step down; returns the first that is not damaged.
 
         If there is one, damaged checkpoints of any step are renamed to *.corrupt, reported on stderr, and added to
-        `rejected`; of smaller steps only sizes and listed MD5s are compared. Returns None if there are no files at all.
+        `rejected`; of smaller steps only sizes and listed MD5s are compared. Returns None if the folder is empty.
 
         Raises:
             ValueError: a checkpoint has a format that this tpu_kit does not read; or there is no good checkpoint, but
@@ -141,8 +141,8 @@ class CheckpointManager(BackgroundWriter):
     ) -> None:
         """Waits for the previous checkpoint, then writes a new one in a thread, replacing any of the same step.
 
-        Before it, `make_room` may delete checkpoints; after it, checkpoints beyond `keep` are deleted. The next `save`,
-        `wait` or `poll` raises its error.
+        Before it, `make_room` may delete checkpoints; after it, checkpoints beyond `keep` are deleted. If the write
+        fails, the next `save`, `wait` or `poll` raises its OSError or ValueError.
 
         Args:
             step: number of updates done.
@@ -203,7 +203,7 @@ class CheckpointManager(BackgroundWriter):
         _warn(f"{rejected.reason}; the checkpoint is set aside as {aside}")
 
     def make_room(self, step: int, needed: int) -> None:
-        """Frees `needed` bytes on a disk by deleting old checkpoints, except the newest, the best and `keep_every`'s.
+        """Deletes old checkpoints until a disk has `needed` bytes free; not the newest, the best and `keep_every`'s.
 
         Raises:
             OSError: the previous checkpoint could not be written, or there is not enough space.

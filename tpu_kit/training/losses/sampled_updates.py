@@ -82,7 +82,7 @@ def planned_updates(rows: float, batch: BatchPlan, config: TrainConfig) -> Itera
 def check_rollouts(
     config: TrainConfig, rows: Sequence[Mapping[str, Any]], reward_funcs: Sequence[Any] | None, hosts: Hosts
 ) -> None:
-    """Raises ValueError if a run's rewards do not exist, none of them can judge its rows, or it has several hosts."""
+    """Raises ValueError if a run's rewards do not exist or cannot judge its rows, or the run has several hosts."""
     name = "distill.on_policy" if config.distill.on_policy else "grpo"
     if hosts.count > 1:
         raise ValueError(f"{name} on {hosts.count} hosts: sampling is for one host; use one host")
