@@ -98,7 +98,7 @@ class Collective:
             result or a reduce-scatter's operand, and twice that for an all-reduce.
         synchronous: the part of `moved` that does not overlap with computation.
         over_dcn: whether slices exchange them over the data center network.
-        bytes: size of the results, from the compiler.
+        bytes: size of the results, from the compiler; 0 by formula.
     """
 
     kind: str
@@ -129,7 +129,7 @@ class Work:
         )  # fmt: skip
 
     def repeated(self, times: float) -> Work:
-        """Returns the work of `times` runs; collectives keep their `count`."""
+        """Returns the work of `times` runs; collectives keep their `count` and `bytes`."""
         moved = [replace(one, moved=times * one.moved, synchronous=times * one.synchronous) for one in self.collectives]
         narrow = tuple((width, times * flops) for width, flops in self.narrow)
         return Work(times * self.flops, times * self.traffic, tuple(moved), narrow)
@@ -153,7 +153,7 @@ class StepTime:
 
     @property
     def seconds(self) -> float:
-        """The whole step, corrected by `measured`."""
+        """The whole step with its share of a rollout, times `measured` if that is known."""
         return self.predicted * (self.measured or 1.0)
 
     @property
@@ -163,7 +163,7 @@ class StepTime:
 
     @property
     def device(self) -> float:
-        """The device's time without collectives."""
+        """The device's time in an update without collectives and rollout."""
         return self.compute + self.memory
 
 
@@ -315,12 +315,12 @@ def predicted_collectives(
 
 
 def blocks_share(config: TrainConfig, shape: Shape) -> float:
-    """Returns the share of layers that a step recomputes twice."""
+    """Returns the share of layers that a step recomputes twice: 0 unless optim.remat is "blocks"."""
     return shape.recomputed_twice if config.optim.remat == "blocks" else 0.0
 
 
 def _between_tokens(config: TrainConfig, shape: Shape, mesh: Mesh, passes: int, tokens: int) -> Iterator[Collective]:
-    """Yields the collectives of attention over the context axis, in each forward and backward pass of a layer.
+    """Yields the collectives of attention over the context axis in an update; none if its size is 1.
 
     Queries, keys, values and outputs exchange heads for tokens. If the axis does not divide the key-value heads, keys
     and values are gathered, and their gradients all-reduced. Queries, outputs and their gradients then move to other
@@ -344,12 +344,12 @@ def _between_tokens(config: TrainConfig, shape: Shape, mesh: Mesh, passes: int, 
 
 
 def exposed(kind: str, count: int, moved: float, *, over_dcn: bool = False) -> Collective:
-    """Returns collectives that do not overlap with computation."""
+    """Returns `count` collectives in a step that together send `moved` bytes and do not overlap with computation."""
     return Collective(kind, count, moved, moved, over_dcn)
 
 
 def link_seconds(collectives: Iterable[Collective], chip: Chip, *, synchronous: bool = False) -> float:
-    """Returns the seconds of all collectives, or of their synchronous part, on a device's links in one direction."""
+    """Returns the seconds of all collectives, or of their `synchronous` part, on a device's links in one direction."""
     links, network = (chip.ici_bandwidth or 100e9) / 2 * ICI_EFFICIENCY, (chip.dcn_bandwidth or 3e9) * DCN_EFFICIENCY
     return chip.devices_per_chip * sum(
         (one.synchronous if synchronous else one.moved) / (network if one.over_dcn else links) for one in collectives
@@ -357,7 +357,7 @@ def link_seconds(collectives: Iterable[Collective], chip: Chip, *, synchronous: 
 
 
 def per_device(shape: Shape, mesh: Mesh) -> Shape:
-    """Returns the shape of one device's products: its part of the heads, the linear layers and the vocabulary."""
+    """Returns the shape of one device's products: the model axis divides heads, linear layers and vocabulary."""
     parts = mesh.model
     if parts == 1:
         return shape
@@ -421,11 +421,12 @@ def _scores(shape: Shape, length: int) -> float:
 
 
 def _key_blocks(length: int) -> int:
+    """Returns the number of blocks of keys of the attention kernel for a row of `length` tokens."""
     return -(-length // LARGEST_BLOCK)
 
 
 def _is_fused(kind: Layer, rows: float, length: int, size: int) -> bool:
-    """Whether attention's backward pass is one kernel, if the layer has no window; shapes do not have windows."""
+    """Whether attention's backward pass is one kernel, for `rows` rows in a pass; as if no layer had a window."""
     return is_fused(rows, kind.heads, length, kind.head_dim, size)
 
 
@@ -435,7 +436,7 @@ def _seen(attention: str, length: int) -> float:
 
 
 def _between(shape: Shape, tokens: int, size: int, length: int, tiled: bool = False) -> float:
-    """Returns the bytes of traffic between all layers' products in a step, for values of `size` bytes."""
+    """Returns the HBM bytes between all layers' products in one pass of a step, for values of `size` bytes."""
     moved = 0.0
     for kind, count in shape.counted:
         states = tokens * shape.hidden * size
@@ -453,7 +454,7 @@ def _between(shape: Shape, tokens: int, size: int, length: int, tiled: bool = Fa
 
 
 def _spilled(size: float) -> float:
-    """Returns the share of an array of `size` bytes that does not fit on the chip."""
+    """Returns the share of an array of `size` bytes beyond `ON_CHIP`; 0 for an empty array."""
     return max(0.0, 1 - ON_CHIP / size) if size else 0.0
 
 
@@ -492,7 +493,7 @@ def step_time(done: Work, chip: Chip, measured: float | None = None) -> StepTime
 def timed(
     compute: float, memory: float, collectives: Iterable[Collective], chip: Chip, measured: float | None = None
 ) -> StepTime:
-    """Adds the collectives' synchronous part, and the time by which the rest exceeds the computation."""
+    """Returns a step of `compute` + `memory` seconds, with the time of its collectives that these do not hide."""
     moved = list(collectives)
     exposed = link_seconds(moved, chip, synchronous=True)
     exposed += max(0.0, link_seconds(moved, chip) - exposed - compute - memory)
@@ -505,6 +506,7 @@ def predict_time(
     """Estimates the seconds of a step on a slice, and of an update's share of a rollout with the longest completions.
 
     The compiler's cost model gives the times; without `compiled`, or if a program does not fit, the formula does.
+    Raises ValueError if the chip's speed is not known.
     """
     config = seen_on(where.device_type, config)
     update, rollout = predicted_work(config, shape, where)
@@ -533,6 +535,7 @@ def predict_time(
 def predicted_work(config: TrainConfig, shape: Shape, where: TargetSlice) -> tuple[Work, dict[str, Work]]:
     """Returns the work of an update on one device, and by program the work of a rollout with the widest prompts.
 
+    The programs are "prefill", "samples", "decode" (a block of steps) and "before"; none in a run that does not sample.
     A decode step reads the weights, all slots of the cache, and the logits several times. On a mesh a device multiplies
     with its part of the weights, and gathers the products' inputs and the logits.
     """

@@ -38,9 +38,9 @@ _RANKS = 4096
 
 
 class Rung(NamedTuple):
-    """A parameter, its values that take less memory (the least harmful first), and a description of the `harm`.
+    """A parameter by dotted name, its values that take less memory (least harmful first), and their `harm` as text.
 
-    With `more_passes`, fewer rows in a pass make more passes; otherwise they make an update with fewer rows.
+    `values` may be empty. With `more_passes`, fewer rows in a pass make more passes; otherwise an update gets fewer.
     """
 
     name: str
@@ -98,9 +98,9 @@ def of_another_training(config: TrainConfig, shape: Shape, replicas: int) -> Ite
 
 
 def row_splits(config: TrainConfig, replicas: int, most: int) -> list[int]:
-    """Returns numbers of rows in a pass, at most `most`, that keep the rows of an update; the largest first.
+    """Returns numbers of rows of a replica in a pass, at most `most`, that keep the rows of an update; largest first.
 
-    A run that samples allows any number of passes.
+    A run that samples allows any number of passes, so it has all numbers.
     """
     if config.free_passes:
         return list(range(most, 0, -1))
@@ -109,8 +109,9 @@ def row_splits(config: TrainConfig, replicas: int, most: int) -> list[int]:
 
 
 def remats(config: TrainConfig, where: TargetSlice, shape: Shape) -> Sequence[Remat]:
-    """Returns the candidates for `optim.remat`; "blocks" is only used if no other value fits.
+    """Returns the candidates for `optim.remat`, fastest first; "blocks" is only used if no other value fits.
 
+    A given value is the only candidate. "auto" means "full" on other devices than TPUs; on a mesh also "blocks".
     "none" is a candidate for adapters on decoders with usual layers, on which the formula was compared.
     """
     optim, lora = config.optim, config.lora
@@ -129,7 +130,13 @@ def remats(config: TrainConfig, where: TargetSlice, shape: Shape) -> Sequence[Re
 
 
 def batches(base: Setting, rows: Count, limit: int) -> Iterator[tuple[int, int | None]]:
-    """Yields candidates: the rows of a pass, at most `limit`, and of an update (None: all passes)."""
+    """Yields candidates (rows of a replica in a pass, rows of an update); None: rows x replicas x passes of `config`.
+
+    Args:
+        base: the run on the slice. A batch size in its `sources` is the only candidate.
+        rows: rows of the data; if known, open rows of an update leave at least `LEAST_UPDATES` updates an epoch.
+        limit: most rows in a pass. Only 1 is yielded if it does not fit by formula.
+    """
     config, optim, replicas = base.config, base.config.optim, base.where.replicas
     whole = optim.global_batch_size
     if isinstance(optim.batch_size, int) and "optim.batch_size" in config.sources:
@@ -149,7 +156,7 @@ def batches(base: Setting, rows: Count, limit: int) -> Iterator[tuple[int, int |
 
 
 def same_training(config: TrainConfig, replicas: int, blocks: bool = False) -> Iterator[TrainConfig]:
-    """Yields the run with every combination of the ladder's first part, the least harmful first."""
+    """Yields the changed run with every combination of `of_same_training`, the least harmful first, fitting or not."""
     rungs = of_same_training(config, replicas, blocks)
     steps = [[(rung, None), *((rung, value) for value in rung.values)] for rung in rungs]
     for choice in itertools.product(*reversed(steps)):
@@ -202,8 +209,9 @@ class Advice:
 
     Attributes:
         knobs: changes, the least harmful first, each added to the changes before it; empty if the run fits.
-        smallest_slice: the cheapest slice on which the unchanged run fits; None if the run fits here, or nowhere.
-        largest_batch: rows of a replica in a pass.
+        smallest_slice: name of the cheapest slice on which the unchanged run fits, with the mesh if it needs one; None
+            if the run fits here, or nowhere.
+        largest_batch: rows of a replica in a pass; by `plan` with the compiler, of a compiled setting.
         longest_sequence: tokens of a row, a multiple of 128.
         largest_rank: LoRA rank; None for full fine-tuning, and with lora.adapter, which gives the rank.
     """
@@ -220,7 +228,7 @@ class Advice:
 
 
 def told(options: Sequence[MemoryOption]) -> list[str]:
-    """Describes changes, and how to start a new run if a change needs it."""
+    """Returns a text per change, and a last text on how to start a new run if a change needs it."""
     lines = [str(one) for one in options]
     if any(one.anew for one in options):
         lines.append(f"a new training cannot resume from the checkpoints of this run: give it {ANEW}")
@@ -228,7 +236,7 @@ def told(options: Sequence[MemoryOption]) -> list[str]:
 
 
 def advise(one: Setting) -> Advice:
-    """Finds the largest values that fit and, if the run does not fit, the changes that make it fit."""
+    """Finds by formula the largest values that fit and, if the run does not fit, changes that save memory."""
 
     def most(name: str, limit: int, each: int = 1) -> int:
         def within(number: int) -> bool:
@@ -250,7 +258,7 @@ def advise(one: Setting) -> Advice:
 
 
 def options(one: Setting) -> Iterator[MemoryOption]:
-    """Yields the changes that are needed until the run fits, each added to the changes before it."""
+    """Yields the changes needed until the run fits (all that help if they are too few), each added to those before."""
     replicas, found = one.where.replicas, list[tuple[Rung, Any]]()
 
     def after(taken: Sequence[tuple[Rung, Any]]) -> Setting:
@@ -263,7 +271,7 @@ def options(one: Setting) -> Iterator[MemoryOption]:
         return after(taken).peak_bytes <= one.bound
 
     def least_harm(before: Sequence[tuple[Rung, Any]], rung: Rung, later: Sequence[tuple[Rung, Any]] = ()) -> Any:
-        """Returns the first value with which the run fits, or the last value."""
+        """Returns the rung's first value with which the run fits, between these changes, or its last value."""
         number = bisect_left(rung.values, True, key=lambda value: fits([*before, (rung, value), *later]))
         return rung.values[min(number, len(rung.values) - 1)]
 
@@ -291,7 +299,7 @@ def options(one: Setting) -> Iterator[MemoryOption]:
 
 
 def _smallest_slice(one: Setting) -> str | None:
-    """Returns the cheapest slice on which the run fits, as replicas or sharded over all devices."""
+    """Returns the name of the cheapest slice on which the run fits, as replicas or sharded; None if there is none."""
     found, where, peak = [], one.where, one.memory.total_bytes
     passes = batch_arithmetic(one.config, where.replicas).gradient_accumulation
     optim = replace(one.config.optim, global_batch_size=None, gradient_accumulation=passes)

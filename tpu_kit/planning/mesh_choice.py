@@ -21,7 +21,10 @@ _UNSET = (None, "auto")
 
 
 def find_places(launch: LaunchConfig, names: Sequence[str]) -> list[TargetSlice]:
-    """Returns the slices for names of chips, slices or services; raises ValueError as `find_slice`."""
+    """Returns the slices for names of chips (their smallest slice for `launch`), slices or services.
+
+    Raises ValueError as `find_slice`.
+    """
     if launch.mesh in _UNSET:
         return [find_slice(name, launch.num_replicas) for name in services(names)]
     size = mesh_size(launch.mesh)  # a chip name alone means the smallest slice with that many devices
@@ -31,12 +34,13 @@ def find_places(launch: LaunchConfig, names: Sequence[str]) -> list[TargetSlice]
 def placed(
     config: TrainConfig, shape: Shape, where: TargetSlice, *, one_row: bool = False
 ) -> tuple[TrainConfig, TargetSlice, str]:
-    """Returns the run and the slice with the run's mesh or a chosen mesh, and a sentence that gives the reason.
+    """Returns the run and the slice with the run's mesh, a chosen mesh or replicas (launch.mesh=None), and the reason.
 
-    If launch.mesh is "auto", or neither launch.mesh nor launch.num_replicas is set, replicas are chosen if the run fits
-    one device, else the mesh with the fewest fsdp devices that holds the run. If no such mesh holds it, it is the mesh
-    with the smallest context axis that does (devices then share the tokens of rows), or fsdp over all devices. On
-    several hosts it is always a mesh, whose data axis spans the slices.
+    A given mesh is kept; so are replicas if launch.num_replicas is set or the slice has one device. The reason is then
+    empty. Otherwise replicas are chosen if the run fits one device or cannot be sharded, else the mesh with the fewest
+    fsdp devices that holds the run. If no such mesh holds it, it is the mesh with the smallest context axis that does
+    (devices then share the tokens of rows), or fsdp over all devices. On several hosts it is always a mesh, whose data
+    axis spans the slices.
 
     Args:
         config: the run.
@@ -46,8 +50,8 @@ def placed(
 
     Raises:
         ConfigError: as `check_mesh`.
-        ValueError: the mesh has another number of devices, its rules do not fit the model, or launch.num_replicas is
-            set on several hosts.
+        ValueError: the mesh has another number of devices, its rules do not fit the model, or on several hosts
+            launch.num_replicas is set or the run cannot be sharded.
     """
     launch, devices = config.launch, where.replicas
     if launch.mesh not in _UNSET:
@@ -84,7 +88,7 @@ def placed(
 
 
 def _meshes(one: Setting) -> Iterator[Setting]:
-    """Yields the run on meshes of data and fsdp, smallest fsdp axis first, then on meshes with a context axis."""
+    """Yields the run on possible meshes of data and fsdp, smallest fsdp axis first, then with a context axis."""
     where, launch = one.where, one.config.launch
     devices = where.replicas // where.slices
     sizes = [size for size in range(1, devices + 1) if devices % size == 0]
@@ -101,7 +105,7 @@ def _meshes(one: Setting) -> Iterator[Setting]:
 
 
 def check_mesh(config: TrainConfig, devices: int, shape: Shape | None, slices: int = 1) -> Mesh:
-    """Returns the run's mesh on `devices` devices of `slices` slices; `shape` is None if it is not known.
+    """Returns the run's mesh on `devices` devices in all of `slices` slices; `shape` is None if it is not known.
 
     Raises:
         ConfigError: the mesh does not divide the attention heads or the tokens; the model or the rows do not support
@@ -133,10 +137,11 @@ def check_mesh(config: TrainConfig, devices: int, shape: Shape | None, slices: i
 
 
 def largest_models(where: TargetSlice) -> list[dict[str, object]]:
-    """Finds the largest shipped model that LoRA r=16 trains on a slice, sharded over all devices, per base dtype.
+    """Finds by formula the largest shipped model that LoRA r=16 trains on a slice, sharded over all devices, by dtype.
 
     Returns:
-        Rows of a table, with the memory of a device for one row of 1,024 tokens, and the largest batch size.
+        Rows of a table, without dtypes for which no model fits: "base_dtype", "model", "parameters", "GiB of a device"
+        (text, for one row of 1,024 tokens) and "largest batch_size" (per device, at most 4,096).
     """
     mesh = Mesh(fsdp=where.replicas)
     on = where.sharded(mesh) if where.replicas > 1 else where

@@ -31,7 +31,8 @@ class OutOfMemory(LaunchError):
     """A run had too little memory.
 
     Attributes:
-        overrides: parameters to change, by name, so that the run is predicted to fit; empty if none are known.
+        overrides: new values of parameters, by name without the section, with which the run takes less memory and
+            continues (`next_setting`); empty if none are known, or if a host of TPUs or GPUs lacks memory.
     """
 
     def __init__(self, message: str, overrides: dict[str, Any], rank: int | None = None, traceback: str = "") -> None:
@@ -40,7 +41,7 @@ class OutOfMemory(LaunchError):
 
 
 def out_of_memory(error: BaseException, outlook: Preflight) -> OutOfMemory | None:
-    """Returns the error to raise in place of a launch error about memory; None for any other error."""
+    """Returns the error to raise in place of an out-of-memory error; None for others, also for lack of a TPU's VMEM."""
     text = str(error) if isinstance(error, LaunchError) else f"{type(error).__name__}: {error}"
     device, host = _DEVICE.search(text), _HOST.search(text)
     if _KERNEL in text or not (device or host):
@@ -67,7 +68,7 @@ def out_of_memory(error: BaseException, outlook: Preflight) -> OutOfMemory | Non
 
 
 def suggestion(outlook: Preflight) -> str:
-    """Returns the warning before a run that is predicted not to fit; empty for other runs."""
+    """Returns a warning, with changes that save memory, for a run predicted not to fit; empty for other runs."""
     if outlook.fits is not False:
         return ""
     overrides, why = next_setting(outlook)
@@ -77,10 +78,18 @@ def suggestion(outlook: Preflight) -> str:
 
 
 def next_setting(outlook: Preflight, used: int | None = None) -> tuple[dict[str, Any], str]:
-    """Chooses the parameters to change, by name, and describes the prediction; no parameters if no change helps.
+    """Chooses parameters to change so that the same training takes less memory.
 
-    It takes the fastest candidate of `same_training` that fits if the device's speed is known, else the first that
-    fits; if none fits, the candidate with the least memory. The bytes `used` by the failed run correct predictions.
+    If the device's speed is known, it takes the fastest candidate of `same_training` that fits, or the candidate with
+    the least memory if none fits. Otherwise it takes the first that fits, or the first of all. Without a prediction for
+    the run, it takes the first.
+
+    Args:
+        outlook: the prediction for the run before its launch.
+        used: bytes of a device that the failed run requested, which correct the predictions; None if not known.
+
+    Returns:
+        New values by name without the section, and a text about the prediction; ({}, "") if no change helps.
     """
     config, room, setting = outlook.config, outlook.room, outlook.setting
     replicas, blocks = room.replicas if room else config.launch.num_replicas or 1, False
@@ -111,11 +120,12 @@ def next_setting(outlook: Preflight, used: int | None = None) -> tuple[dict[str,
 
 
 def _changes(config: TrainConfig, best: TrainConfig) -> dict[str, Any]:
+    """Returns the values of `best` that differ from `config`, by parameter name without the section."""
     return {name.rpartition(".")[2]: value for name, value in differences(config, best).items()}
 
 
 def _saved(config: TrainConfig) -> int | None:
-    """Returns the step of the checkpoint that the run resumes from; None if it has saved nothing yet."""
+    """Returns the step of the newest checkpoint; None if it is missing, cannot be read, or is of another training."""
     try:
         found = list_checkpoints(config.checkpoints_place)[0]
         stored = found[-1].document("config") if found else None
@@ -127,7 +137,7 @@ def _saved(config: TrainConfig) -> int | None:
 
 
 def _another(outlook: Preflight) -> str:
-    """Describes changes that need a new training, if no setting of the same training helps."""
+    """Returns the advice if no setting of the same training helps: changes for a new training, or to run `plan`."""
     text = "No other setting of the same training takes less memory"
     if outlook.setting is None or not (changes := told([*options(outlook.setting)])):
         return f"{text}; `python -m tpu_kit plan` shows the memory of other settings"
@@ -135,6 +145,7 @@ def _another(outlook: Preflight) -> str:
 
 
 def _advice(overrides: dict[str, Any], why: str, saved: int | None) -> str:
+    """Describes how to start again with `overrides`; `saved` is the step to resume from, None for a new start."""
     goes_on = "it starts anew, because nothing was saved yet" if saved is None else f"the run resumes from step {saved}"
     pairs = " ".join(f"{name}={value}" for name, value in overrides.items())
     lines = "\n".join(f"  {name} = {value!r}" for name, value in overrides.items())

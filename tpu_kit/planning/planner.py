@@ -50,13 +50,14 @@ class Plan(Setting):
     Attributes:
         settings: all candidates by formula, fastest first.
         run: time and cost of the run.
-        checkpoint_bytes: size of a checkpoint.
+        checkpoint_bytes: size of a checkpoint: optimizer state, average, and trained weights in fp32.
         advice: the largest batch, sequence and rank that fit, and changes if the run does not fit.
         inference: the longest context for generation.
-        updates: number of updates; None if it is not known, for the reason `unknown`.
-        note: changes that the user did not ask for, and the reason for a mesh or replicas.
+        updates: number of updates; None if it is not known.
+        unknown: why `updates` is None, or the assumption of its number; empty without an assumption.
+        note: changes that the user did not ask for, the reason for a mesh or replicas, and `unverified`.
         tensors: the placement of the model's tensors on the mesh; empty without a mesh.
-        collectives: the collectives of a step on the mesh.
+        collectives: the collectives of a step on the mesh, by the compiler if it was asked; empty without a mesh.
     """
 
     settings: tuple[Setting, ...]
@@ -96,16 +97,16 @@ class Plan(Setting):
 
 
 def plan(config: TrainConfig, chips: Sequence[str] = ("v5e",), exact: bool = False) -> list[Plan]:
-    """Makes a plan for each slice; warns about slices over which the run cannot be split, if another is possible.
+    """Makes a plan for each slice, also if the run does not fit; leaves out, with a warning, slices with a ConfigError.
 
     Args:
-        config: the run; planned as `grpo` if it sets a parameter of `rl`.
+        config: the run; planned as `grpo` if it sets a parameter of `rl`, as `dpo` if it sets one of `preference`.
         chips: names for `slices.find_slice`, or of services with free slices: kaggle, colab.
         exact: whether to run the TPU compiler, which takes some minutes for each chip.
 
     Raises:
         ValueError: as `slices.find_slice`, `shape_cache.read_shape`, `memory_estimate.estimate`, `run_limits`,
-            `check_sampling` and `check_objective`; or the global batch cannot be split over any slice.
+            `check_sampling` and `check_objective`; or all slices have a ConfigError, such as an indivisible batch.
     """
     config = as_trained(config)
     if problems := run_limits(config):
@@ -131,6 +132,7 @@ def plan(config: TrainConfig, chips: Sequence[str] = ("v5e",), exact: bool = Fal
 
 
 def _planned(config: TrainConfig, shape: Shape, where: TargetSlice, rows: Count, exact: bool) -> Plan:
+    """Makes the plan for one slice; raises ConfigError and ValueError as `plan`."""
     config, where, meshed = placed(config, shape, where, one_row="optim.batch_size" not in config.sources)
     config, notes = where.calibration.apply(config)
     if config.optim.batch_size != "auto" and not rows.reason:  # a reason means that the rows are not counted exactly
@@ -169,13 +171,13 @@ def best_setting(
     rows: Count | None = None,
     asks: Callable[[Setting], float] = lambda best: 0.0,
 ) -> Setting:
-    """Chooses open values of `optim.batch_size` and `optim.remat`: the fastest setting that fits.
+    """Chooses open values of `optim.batch_size` and `optim.remat`: the fastest setting that fits, see `fastest`.
 
     Args:
-        config: the run; a number in optim.batch_size is kept, even the default.
+        config: the run; a number in optim.batch_size is kept, even the default, and even if it does not fit.
         where: the slice, or this machine; with unknown speed, the batch size is at most `MOST_UNTIMED_ROWS`.
         exact: whether the TPU compiler verifies the formula's pick.
-        rows: the rows of the data, if they were counted; see `LEAST_UPDATES`.
+        rows: the rows of the data, if they were counted; `auto` leaves at least `LEAST_UPDATES` updates.
         asks: without `exact`, returns the seconds that the compiler has to verify the pick; 0 does not ask it.
 
     Raises:
@@ -236,7 +238,7 @@ def _wait(one: Setting, longer: float, rows: Count, asked: str) -> float:
 
 
 def fastest(settings: Sequence[Setting]) -> Setting:
-    """Picks the fastest of `candidates` that fits; if none fits, the setting with the least memory."""
+    """Picks the fastest of `candidates` that fits (`TIE`; at unknown speed, the most rows), else the least memory."""
     fitting = [one for one in settings if one.fits]
     if not fitting:
         return min(settings, key=lambda one: one.peak_bytes)
@@ -249,7 +251,7 @@ def fastest(settings: Sequence[Setting]) -> Setting:
 def verified(settings: Sequence[Setting], seconds: float | None = None) -> Setting:
     """Compiles the fastest setting; if it does not fit, compiles smaller settings until one fits.
 
-    In a run that samples, a smaller batch changes only "accumulate".
+    In a run that samples, a smaller batch changes only "accumulate", so it stops if another program is the largest.
 
     Args:
         settings: as returned by `candidates`.
@@ -257,7 +259,11 @@ def verified(settings: Sequence[Setting], seconds: float | None = None) -> Setti
             compiled settings, is returned; errors of the compiler are noted and not raised. None: no limit.
 
     Returns:
-        A compiled setting, or a setting by formula with the reason in `unverified`.
+        The last compiled setting or, if none fits, the compiled setting with the least memory. If the compiler is not
+        available or gave no answer, a setting by formula with the reason in `unverified`.
+
+    Raises:
+        RuntimeError, ValueError: as `compile_step`, only if `seconds` is None.
     """
     first, answers = fastest(settings), list[Setting]()
     below = sorted((one for one in settings if one.peak_bytes < first.peak_bytes), key=lambda one: -one.peak_bytes)
@@ -285,7 +291,7 @@ def verified(settings: Sequence[Setting], seconds: float | None = None) -> Setti
 
 
 def _largest_batch(picked: Setting, guess: int) -> int:
-    """Returns the largest compiled batch that fits; 0 if none fits.
+    """Returns the largest compiled optim.batch_size that fits; 0 if none fits. Raises as `compile_step`.
 
     It compiles the formula's largest batch `guess`. Then it compiles the batch at which the line through both figures
     meets the limit, at most twice the compiled rows. Near the limit the compiler saves memory, so the line may fall.

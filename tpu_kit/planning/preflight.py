@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
-from tpu_kit.config.loader import ConfigError, TrainConfig, batch_arithmetic
+from tpu_kit.config.loader import ConfigError, TrainConfig
 from tpu_kit.config.mesh import Mesh
 from tpu_kit.distributed.detection import Backend, detect, device_memory_budget, seen_on
 from tpu_kit.machine.checks import Machine
@@ -67,22 +67,22 @@ class Preflight:
 
     @property
     def time(self) -> StepTime | None:
-        """The time of a step; None if it is not known."""
+        """The time of an update; None if the memory or the device's speed is not known."""
         return self.setting.time if self.setting and self.setting.where.chip.bf16_flops else None
 
     @property
     def device_bytes(self) -> int | None:
-        """Peak memory of a device in bytes; None if it is not known, as on a CPU."""
+        """Predicted peak memory of a TPU or GPU in bytes; None for other devices, and if it is not known."""
         known = self.setting is not None and self.setting.where.device_type in ("tpu", "cuda")
         return self.setting.peak_bytes if self.setting and known else None
 
     @property
     def flops_per_token(self) -> float | None:
-        """FLOPs of a token in training, see `model_flops`; None if the memory is not known."""
+        """FLOPs of a token in training, see `model_flops`; None if `setting` is None."""
         return model_flops(self.config, self.setting.shape) if self.setting else None
 
     def duration(self, updates: int) -> str:
-        """Describes the duration of `updates` updates, and the source of the figure."""
+        """Describes the duration of `updates` updates and its source: on CPUs a lower bound, else it may be unknown."""
         besides = "without compiling, evaluation and checkpoints"
         if self.time is not None:
             how = "estimated, not measured" if self.time.measured is None else "as measured on this machine"
@@ -101,10 +101,12 @@ class Preflight:
 
 
 def _duration(seconds: float) -> str:
+    """Formats seconds as minutes, or as seconds below a minute."""
     return f"{seconds / 60:,.1f} minutes" if seconds >= 60 else f"{seconds:.2g} seconds"
 
 
 def _table(one: Setting, time: StepTime | None) -> list[str]:
+    """Returns the lines about memory and its limit and, unless `time` is None, about a step's time."""
     room, peak = one.where, one.peak_bytes
     parts = [f"{name} {size / GIB:.2f}" for name, size in one.parts.items() if size >= peak / 50]
     verdict = "fits" if one.fits else "MAY NOT FIT"
@@ -134,20 +136,20 @@ def check_before_launch(
     backend: Backend | None = None,
     began: Mapping[str, Any] | None = None,
 ) -> Preflight:
-    """Chooses open settings of a launch, and predicts its memory and time.
+    """Chooses open settings of a launch, and predicts its memory and time; a run that may not fit raises nothing.
 
     Args:
         config: the run.
-        exact: whether the TPU compiler verifies batch size and remat.
+        exact: whether the TPU compiler verifies batch size and remat, without a time limit; otherwise `_Asks` decides.
         at: the machine; None: this machine.
         rows: packed rows of the training data, or prompts of a run that samples; None if they are not known yet.
         backend: the result of `detect`, with the hosts; None detects it.
         began: "batch_size" and "global_batch_size" of the checkpoint from which the run resumes; None for a new run.
 
     Raises:
-        ConfigError: the batch cannot be split over the replicas, or the rows do not fill it; rows have no equal tiles;
-            or the attention scores, or a rollout's KV cache, alone exceed the memory.
-        ValueError: as `detection.detect`; or `optim.batch_size=auto` cannot be chosen.
+        ConfigError: as `check_mesh`. The batch cannot be split over the replicas, or the rows do not fill it; rows have
+            no equal tiles; or the attention scores, or a rollout's KV cache, alone exceed the memory.
+        ValueError: as `detection.detect` and `placed`; or `optim.batch_size=auto` cannot be chosen.
     """
     backend = backend or detect(config.launch, at)
     room = device_memory_budget(config, at, backend=backend)
@@ -201,10 +203,11 @@ def settle(
     """Chooses values for `optim.batch_size` and `optim.remat` if they are "auto".
 
     A resumed run keeps the rows of an update, and the rows of a pass if they still divide the update. `began` has its
-    "batch_size" and "global_batch_size"; it is empty for a new run. `asks` is passed to `best_setting`.
+    "batch_size" and "global_batch_size"; it is empty for a new run. On other devices than TPUs, remat stays open.
+    `count` is the number of data rows, None if unknown; `exact` and `asks` are passed to `best_setting`.
 
     Returns:
-        The run; the chosen setting, or None if nothing was open; and the reasons.
+        The run; the chosen setting, or None if `best_setting` was not asked; and a text per choice with its reason.
     """
     notes = list[str]()
     if config.optim.batch_size == "auto" and isinstance(began.get("batch_size"), int):
@@ -225,7 +228,7 @@ def settle(
 
 
 def _resumed(config: TrainConfig, room: TargetSlice, rows: int, whole: int) -> tuple[TrainConfig, list[str]]:
-    """Keeps the rows of an update, and the rows of a pass if they still divide the update."""
+    """Keeps `whole` rows of an update unless others are given, and `rows` of a pass if they divide it, else "auto"."""
     optim = config.optim
     if not config.free_passes:  # otherwise its passes hold the samples
         optim = replace(optim, global_batch_size=optim.global_batch_size or whole, gradient_accumulation=1)
@@ -238,7 +241,7 @@ def _resumed(config: TrainConfig, room: TargetSlice, rows: int, whole: int) -> t
 def _placed(
     config: TrainConfig, room: TargetSlice | None, shape: Shape | None, backend: Backend
 ) -> tuple[TrainConfig, TargetSlice | None, Mesh | None, list[str]]:
-    """Checks the run's mesh, or chooses between replicas and a mesh on several TPU devices; adds notes about it."""
+    """Checks or, on TPUs, chooses the mesh; returns run, slice, mesh (None: replicas) and notes; raises as `placed`."""
     launch = config.launch
     if room is not None and room.device_type == "tpu" and shape is not None:
         config, room, why = placed(config, shape, replace(room, replicas=room.devices, mesh=None))
@@ -366,7 +369,7 @@ def _host_rate() -> float:
 
 @dataclass(frozen=True)
 class _Asks:
-    """Decides whether to ask the TPU compiler without the user's request, and prints the reason.
+    """Decides whether to ask the TPU compiler without the user's request, and prints the reason to stderr.
 
     A separate process compiles the step (`compile_check`), opens no TPU, and is killed after the time limit. The
     formula decides on several hosts, because an answer in time on only some hosts would give different runs, and for
@@ -379,10 +382,11 @@ class _Asks:
 
     @property
     def reason(self) -> str:
+        """Why the compiler is asked, as the printed line says it."""
         return "optim.batch_size is auto" if self.auto else f"the formula is within {NEAR:.0%} of the memory"
 
     def __call__(self, one: Setting) -> float:
-        """Returns the compiler's time limit in seconds for a setting by formula; 0 if it is not asked."""
+        """Returns the compiler's time limit in seconds; 0 unless the setting is `NEAR` the limit or fits "auto"."""
         room = one.where
         if self.resumes or room.device_type != "tpu" or room.topology is None or self.backend.hosts.count > 1:
             return 0.0

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 def cache_bytes(config: TrainConfig, shape: Shape, rows: int, slots: int, mesh: Mesh | None) -> int:
-    """Returns the bytes of a KV cache on one device: stacks (layers, rows, heads, slots, head_dim), compute dtype."""
+    """Returns a device's bytes of keys and values in the compute dtype; `rows` are a replica's or the whole mesh's."""
     size, mesh = item_bytes(config.model.base_dtype), mesh or Mesh()
     total = 0
     for kind, count in shape.counted:
@@ -62,9 +62,10 @@ class ProgramPeak:
 
 
 def program_rows(programs: Sequence[ProgramPeak], made: Mapping[str, Compiled]) -> list[dict[str, Any]]:
-    """Returns the device's bytes in each program by formula, and by the compiler's `made` (None without).
+    """Returns a row per program with a device's peak bytes, by formula and by the compiler's figures `made`.
 
-    The code of all programs counts in each row, because it stays on the device.
+    The keys are "program", "formula_bytes" and "compiler_bytes" (None without figures). The bytes include buffers
+    beside the program, and the code of all programs, because it stays on the device.
     """
     codes, compiled = sum(one.code for one in programs), sum(one.code_bytes or 0 for one in made.values())
     exact = {name: one.total_bytes - (one.code_bytes or 0) + compiled for name, one in made.items()}

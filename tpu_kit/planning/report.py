@@ -26,7 +26,7 @@ _FACTORS = ("batch_size", "replicas", "gradient_accumulation")
 
 
 def plan_row(one: Plan) -> dict[str, object]:
-    """Returns a row of the table of slices: whether the run fits, its settings, time and cost."""
+    """Returns a row of the table of slices, text by column: whether the run fits, settings, time, cost ("-": none)."""
     values = one.to_dict()
     fitting = values if one.fits else dict.fromkeys(("step_seconds", "tokens_per_second", "run_hours"))
     return {
@@ -40,11 +40,12 @@ def plan_row(one: Plan) -> dict[str, object]:
 
 
 def _name(one: Plan) -> str:
+    """Returns the name of a plan's slice, with the free service that offers it in brackets."""
     return f"{one.where.name} ({one.where.service})" if one.where.service else one.where.name
 
 
 def _cost(one: Plan) -> str:
-    """Returns dollars, with the price on spot machines in brackets, or the free hours of a service."""
+    """Returns dollars, with the price on spot machines in brackets, or the terms of a free service; "-" if unknown."""
     if one.where.service == "Kaggle":
         return f"free, {KAGGLE_HOURS_PER_WEEK} h a week in sessions of {KAGGLE_HOURS_PER_SESSION} h"
     if one.where.service:
@@ -60,7 +61,7 @@ def format_plans(config: TrainConfig, plans: Sequence[Plan], given: Sequence[str
     Args:
         config: the run.
         plans: the plan of each slice.
-        given: the file and the settings of the command line.
+        given: the file and the settings of the command line, which the printed command repeats.
         details: whether to add memory, settings, time and advice for each slice.
     """
     best = pick(plans)
@@ -91,7 +92,7 @@ _BYTES = {"gguf-q8_0": 34 / 32, "adapter": 4.0}  # for each parameter in an expo
 
 
 def _upload(best: Plan) -> list[str]:
-    """Describes the size and upload time of the files for `hub.model_id`; empty without it."""
+    """Returns a line with the size and upload time of the files for `hub.model_id`; empty without it."""
     if best.config.hub.model_id is None:
         return []
     rate = upload_rate()
@@ -110,7 +111,7 @@ def _upload(best: Plan) -> list[str]:
 
 
 def _inputs(best: Plan) -> list[str]:
-    """Describes the cost of a non-text input such as a picture; empty for text."""
+    """Returns a line with the tokens, memory and time of a non-text input such as a picture; empty for text."""
     config, inputs = best.config, inputs_of(best.config)
     if inputs is None:
         return []
@@ -125,6 +126,7 @@ def _inputs(best: Plan) -> list[str]:
 
 
 def _verdict(best: Plan) -> str:
+    """Returns the first line of a report: the run, whether it fits the slice, and its memory, duration and cost."""
     run, config = best.run, best.config
     trained = f"LoRA r={config.lora.r}" if config.lora.r else "all weights"
     what = f"{config.model.name}, {trained}, rows of {config.data.max_length:,} tokens"
@@ -136,11 +138,12 @@ def _verdict(best: Plan) -> str:
 
 
 def _duration(hours: float) -> str:
+    """Formats hours as hours, or as minutes below 2 hours."""
     return f"{hours:.1f} hours" if hours >= 2 else f"{hours * 60:.0f} minutes" if hours >= 0.05 else "3 minutes at most"
 
 
 def largest(names: Sequence[str]) -> str:
-    """Formats the largest models that train on the named slices."""
+    """Formats a table of `largest_models` for each name; raises ValueError as `find_slice`."""
     lines = []
     for where in [find_slice(name, None) for name in names]:
         title = f"{where.name}: the largest models by formula, LoRA r=16, rows of 1,024 tokens"
@@ -149,11 +152,13 @@ def largest(names: Sequence[str]) -> str:
 
 
 def _measured(plans: Sequence[Plan]) -> str:
+    """Returns the part of a sentence that names the slices whose times are scaled by measurements."""
     names = [one.where.name for one in plans if one.time.measured is not None]
     return f", scaled by measurements of this machine for {', '.join(names)}" if names else " and was not measured"
 
 
 def _details(one: Plan) -> list[str]:
+    """Returns the lines of `plan --details` for a slice."""
     spread = f"a mesh of {one.where.devices} devices" if one.where.mesh else f"{one.where.replicas} replicas"
     lines = [f"{one.where.name}: {spread}, by the {one.source}, {one.free:.0%} kept free"]
     if one.where.mesh:
@@ -191,7 +196,7 @@ def _details(one: Plan) -> list[str]:
 
 
 def _backward_pass(one: Plan) -> list[str]:
-    """Describes the unfused backward pass of attention, if the fused kernel would write too much."""
+    """Returns a line about attention's unfused backward pass; empty if the kernel is fused or not used."""
     config, parts = one.config, one.where.mesh.model * one.where.mesh.context if one.where.mesh else 1
     if one.where.device_type != "tpu" or config.model.attention == "sdpa":
         return []
@@ -218,7 +223,7 @@ def _blocks(one: Plan) -> list[str]:
 
 
 def rollout_lines(one: Plan) -> list[str]:
-    """Returns the programs of a run that samples, with a device's memory, and the time of a rollout and an update."""
+    """Returns lines for a run that samples: a device's memory by program, and the time of a rollout and an update."""
     replicas = 1 if one.where.mesh else one.where.replicas
     rollout = rollout_of(one.config, replicas)
     assert rollout is not None, "a run that samples"
@@ -257,7 +262,7 @@ def tensor_rows(one: Plan, least: int = 0) -> list[dict[str, object]]:
 
 
 def collective_rows(one: Plan) -> list[dict[str, object]]:
-    """Returns a table of a step's collectives on the mesh."""
+    """Returns a table of a step's collectives on the mesh, a row per kind; empty without a mesh."""
     return [
         {"collective": each.kind, "count": each.count, "GiB sent a device": f"{each.moved / GIB:.3f}",
          "synchronous": f"{each.synchronous / max(1.0, each.moved):.0%}",
@@ -279,7 +284,7 @@ def mesh_lines(one: Plan) -> list[str]:
 
 
 def limits(one: Plan) -> list[str]:
-    """Describes the largest settings for training and generation, and the changes if the run does not fit."""
+    """Returns lines with the largest settings for training and generation, after the changes if it does not fit."""
     lines, advice, config = [] if one.fits else _changes(one), one.advice, one.config
     rank = "" if advice.largest_rank is None else f", the largest rank {advice.largest_rank}"
     kept = f"batch_size={one.update.batch_size}, max_length={config.data.max_length}, r={config.lora.r}, "
@@ -297,7 +302,7 @@ def limits(one: Plan) -> list[str]:
 
 
 def _changes(one: Plan) -> list[str]:
-    """Describes the changes for a run that does not fit."""
+    """Returns indented lines with the changes for a run that does not fit, or that no change makes it fit."""
     knobs = one.advice.knobs
     if knobs and knobs[-1].fits:
         head = "  changes by formula, the least harmful first, each added to the changes before it:"
@@ -310,11 +315,12 @@ def _changes(one: Plan) -> list[str]:
 
 
 def _number(value: float | None, form: str = ".2f") -> str:
+    """Formats a number; "-" for None."""
     return "-" if value is None else format(value, form)
 
 
 def pick(plans: Sequence[Plan]) -> Plan:
-    """Picks the cheapest plan that fits (free slices first), without prices the fastest; else the nearest to fit."""
+    """Picks the cheapest plan that fits (free slices first), without prices the fastest; if none fits, the nearest."""
     fitting = [one for one in plans if one.fits]
     if not fitting:
         return min(plans, key=lambda one: one.peak_bytes / one.where.limit)
@@ -347,7 +353,7 @@ def why(plans: Sequence[Plan]) -> str:
 
 
 def next_parameters(plan: Plan) -> str:
-    """Formats a plan as lines for a notebook's parameters cell; a comment if it does not fit."""
+    """Formats a plan as lines `name = value` for a notebook's parameters cell; a comment if it does not fit."""
     if not plan.fits:
         return f"# the run fits no slice; nearest is {plan.where.name}: make the changes above and plan again"
     optim, run, batch = plan.config.optim, plan.run, batch_arithmetic(plan.config, plan.where.replicas)
@@ -361,7 +367,7 @@ def next_parameters(plan: Plan) -> str:
 
 
 def _dollars(one: Plan) -> float:
-    """Returns dollars of the run or, if its length is not known, of a million tokens; infinite without a price."""
+    """Returns dollars of the run or, if its length is unknown, of 1e6 tokens; 0 if free, infinite without a price."""
     if one.where.service:
         return 0.0
     if one.run.on_demand is not None:

@@ -55,7 +55,11 @@ class Count:
 
 
 def count_rows(config: TrainConfig) -> Count:
-    """Counts the packed rows of a run with `prepare.prepare`, like the run itself, if that is cheap."""
+    """Counts the packed training rows of an epoch, or the prompts of a run that samples, by preparing the data.
+
+    Without a tokenizer it estimates packed rows. None if the data is not on this machine, has more than `MOST_BYTES`,
+    or is refused.
+    """
     if config.data.source == "synthetic":
         from tpu_kit.data.rows.sources import synthetic_rows
 
@@ -79,18 +83,10 @@ def count_rows(config: TrainConfig) -> Count:
 
 
 def filled_batch(config: TrainConfig, replicas: int, rows: int | None) -> tuple[TrainConfig, list[str]]:
-    """Lowers the default rows of a pass if the packed `rows` of the data do not fill an update.
+    """Lowers the default optim.batch_size if `rows` packed rows do not fill an update; returns the run and notes.
 
-    Args:
-        config: the run, with a number in `optim.batch_size`.
-        replicas: replicas, or shards of the batch on a mesh.
-        rows: packed rows of an epoch; None if they are not known.
-
-    Returns:
-        The run, and a note if it was changed.
-
-    Raises:
-        ConfigError: there are fewer rows than replicas, or the configuration sets the batch size.
+    Without `rows`, or if the run samples, nothing changes. Raises ConfigError if the batch was set or rows < replicas.
+    `replicas` counts the batch's shards on a mesh.
     """
     batch = batch_arithmetic(config, replicas)
     if rows is None or config.free_passes or rows >= batch.global_batch_size:
@@ -106,7 +102,7 @@ def filled_batch(config: TrainConfig, replicas: int, rows: int | None) -> tuple[
 
 
 def count_updates(config: TrainConfig, replicas: int, rows: Count) -> Count:
-    """Counts the updates of a run with a numeric batch size: `optim.max_steps`, or from the number of rows."""
+    """Counts the updates of a run with a numeric batch size: `optim.max_steps`, or by `rows` (None if too few)."""
     if config.optim.max_steps is not None:
         return Count(config.optim.max_steps)
     if rows.count is None:
@@ -136,7 +132,7 @@ def _costly(config: TrainConfig) -> str:
 
 
 def _count_by_characters(config: TrainConfig) -> Count:
-    """Estimates the packed rows, or counts the prompts, without a tokenizer."""
+    """Estimates the packed rows or, if the run samples or does not pack, counts the rows, without a tokenizer."""
     from tpu_kit.data.held_out import held_out_rows
     from tpu_kit.data.rows.records import LOCATION
     from tpu_kit.data.rows.sources import load_rows
@@ -164,7 +160,7 @@ def _count_by_characters(config: TrainConfig) -> Count:
 
 
 def _characters(value: object) -> int:
-    """Counts the characters of all texts in a row."""
+    """Counts the characters of all texts in a row or a nested value."""
     if isinstance(value, Mapping):
         return sum(map(_characters, value.values()))
     if isinstance(value, list):
@@ -173,6 +169,7 @@ def _characters(value: object) -> int:
 
 
 def _has_tokenizer(config: TrainConfig) -> bool:
+    """Whether the model's tokenizer is on this machine and loads quickly, which excludes GGUF files."""
     model = config.model
     if model.name == "embedded":
         return True
@@ -196,11 +193,11 @@ class TimePlan:
 
     Attributes:
         run_hours: hours of training alone; None if the number of updates is not known.
-        on_demand: dollars; None without a price or hours.
-        spot: dollars, with interruptions and checkpoints; None without a price or hours.
+        on_demand: dollars; None without a price or hours, or if a service gives the slice away.
+        spot: dollars, with interruptions and checkpoints; None likewise.
         save_seconds: time to write a checkpoint.
         save_interval_seconds: time between checkpoints with the smallest loss on spot; `save_steps` in updates.
-        sessions: service that offers this slice free of charge -> a sentence on the number of sessions.
+        sessions: service that offers this slice free of charge -> a sentence on the sessions; empty without hours.
     """
 
     run_hours: float | None
@@ -216,9 +213,10 @@ def time_plan(
     chip: Chip, chips: int, slice_name: str, step_seconds: float, updates: int | None, checkpoint_bytes: float,
     service: str = "", compiling: float = 0.0,
 ) -> TimePlan:  # fmt: skip
-    """Plans time and cost of `updates` of `step_seconds` on `chips` chips, which a `service` may give away.
+    """Plans time and cost of `updates` (None: not known) of `step_seconds` on `chips` chips in all slices.
 
-    Each start compiles for `compiling` seconds. The interval between checkpoints, sqrt(2 x checkpoint time x mean time
+    A `service` such as "Kaggle" gives them away; with "" they are paid for. Each start compiles for `compiling`
+    seconds, which count only on spot. The interval between checkpoints, sqrt(2 x checkpoint time x mean time
     between failures), is from J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM
     17(9), 1974. With an interval t and a mean time M between failures, the share (checkpoint time) / t is spent on
     saving, and failures lose the share t / (2 M).
@@ -248,6 +246,7 @@ def compile_seconds(config: TrainConfig, shape: Shape, passes: int) -> float:
 
 
 def _sessions(service: str, hours: float, checkpoint_bytes: float) -> str:
+    """Describes the sessions of a free service that a run of `hours` takes, and the limits of the service."""
     if service != "Kaggle":
         return f"{hours:.1f} h on {service}, which may end a session at any time: save often"
     count, weeks = math.ceil(hours / KAGGLE_HOURS_PER_SESSION), math.ceil(hours / KAGGLE_HOURS_PER_WEEK)

@@ -36,7 +36,7 @@ class Setting:
         where: the slice, with the run's replicas or its mesh.
         compiled: the compiler's figures for each program by name; empty if the compiler was not asked.
         waits: additional compile seconds compared with the fastest-compiling candidate, divided by the updates.
-        unverified: why the compiler was asked but gave no answer; empty otherwise.
+        unverified: why the compiler was asked but gave no answer for this setting; empty otherwise.
     """
 
     config: TrainConfig
@@ -47,7 +47,7 @@ class Setting:
     unverified: str = ""
 
     def compile(self, seconds: float | None = None) -> Setting:
-        """Returns the setting with the compiler's figures, within `seconds`; raises as `compile_programs`."""
+        """Returns a copy with the compiler's figures; `seconds` limits all programs; raises as `compile_programs`."""
         made = compile_programs(self.config, self.where.topology, self.where.devices, seconds=seconds)
         return replace(self, compiled=made)
 
@@ -64,12 +64,12 @@ class Setting:
 
     @cached_property
     def peaks(self) -> dict[str, int]:
-        """Bytes of the device in each compiled program; empty if the compiler was not asked."""
+        """Bytes of the device in every program by the compiler; the values are None if the compiler was not asked."""
         return {row["program"]: row["compiler_bytes"] for row in program_rows(self.memory.programs, self.compiled)}
 
     @property
     def largest(self) -> str:
-        """Name of the compiled program with the largest peak."""
+        """Name of the compiled program with the largest peak; only if the compiler was asked."""
         return max(self.peaks, key=self.peaks.__getitem__)
 
     @property
@@ -79,7 +79,7 @@ class Setting:
 
     @cached_property
     def parts(self) -> dict[str, int]:
-        """Bytes at the peak by name."""
+        """Bytes at the peak by name: `Memory.parts` or, by the compiler, arguments, temporaries, code and others."""
         if not self.compiled:
             return dict(self.memory.parts)
         most = self.compiled[self.largest]
@@ -103,50 +103,50 @@ class Setting:
 
     @property
     def free(self) -> float:
-        """Share of the memory that must stay free."""
+        """Share of `where.limit` that must stay free: `EXACT_RESERVE` with compiler figures, else `where.free`."""
         return EXACT_RESERVE if self.compiled else self.where.free
 
     @property
     def fits(self) -> bool:
-        """Whether the peak leaves the share `free` of the memory."""
+        """Whether the peak leaves the share `free` of the memory, and the compiler found that all programs fit."""
         budget = self.where.limit * (1 - self.free)
         return self.peak_bytes <= budget and all(one.fits for one in self.compiled.values())
 
     @property
     def bound(self) -> float:
-        """Most bytes by formula with which a variation fits, corrected by the compiler's figure if there is one."""
+        """Most bytes by formula (`memory.total_bytes`) with which a variation fits, corrected by compiler figures."""
         held, budget = self.memory.argument_bytes, self.where.limit * (1 - self.free)
         scale = (self.memory.total_bytes - held) / max(1, self.peak_bytes - held)
         return held + (budget - held) * scale if self.compiled else budget
 
     @cached_property
     def update(self) -> BatchPlan:
-        """Rows and passes of an update."""
+        """Rows and passes of an update; if the run samples, with the longest prompts and completions."""
         return update_plan(self.config, self.where.replicas)
 
     @cached_property
     def time(self) -> StepTime:
-        """Predicted time of a step."""
+        """Predicted time of an update with its share of a rollout; raises ValueError if the chip's speed is unknown."""
         return predict_time(self.config, self.shape, self.where, self.compiled)
 
     @property
     def speed(self) -> float:
-        """Tokens per second."""
+        """Tokens per second of all replicas, including padding; in a run that samples, of the longest completions."""
         return self.update.tokens_per_update / self.time.seconds
 
     @property
     def pace(self) -> float:
-        """Tokens per second, with the additional compile time `waits` in the time of an update."""
+        """Like `speed`, with the additional compile time `waits` in the time of an update."""
         return self.update.tokens_per_update / (self.time.seconds + self.waits)
 
     def changed(self, name: str, value: Any) -> Setting:
-        """Returns the setting with another value of a parameter, by formula; see `with_rows` for optim.batch_size."""
+        """Returns the setting by formula with `with_rows` for optim.batch_size, `with_value` for other parameters."""
         return self.of(
             with_rows(self.config, value) if name == "optim.batch_size" else with_value(self.config, name, value)
         )
 
     def of(self, config: TrainConfig) -> Setting:
-        """Returns the setting of another run of the same model on the slice, by formula."""
+        """Returns the setting of another run of the same model on the slice, without the compiler's figures."""
         return Setting(config, self.shape, self.where)
 
 
@@ -156,13 +156,16 @@ def largest(fits: Callable[[int], bool], most: int) -> int:
 
 
 def with_rows(config: TrainConfig, rows: int, **changes: Any) -> TrainConfig:
-    """Returns the run with `rows` in a pass; `changes` to `optim` may set the rows of an update, else passes do."""
+    """Returns the run with optim.batch_size=`rows` and these `changes` to `optim`.
+
+    Unless `changes` set optim.global_batch_size, it becomes None, so an update has `rows` x replicas x passes.
+    """
     values = {"global_batch_size": None, **changes, "batch_size": rows}
     return replace(config, optim=replace(config.optim, **values))
 
 
 def with_value(config: TrainConfig, name: str, value: Any) -> TrainConfig:
-    """Returns the run with another value of a parameter, by its dotted name."""
+    """Returns the run with another value of a parameter such as "lora.r"; raises ConfigError if it is not allowed."""
     section, _, leaf = name.partition(".")
     return replace(config, **{section: replace(getattr(config, section), **{leaf: value})})
 
@@ -174,7 +177,7 @@ class Inference:
     Attributes:
         weight_bytes: bytes of base weights and adapters.
         cache_bytes_per_token: bytes of a token's keys and values in all layers.
-        longest_context: most tokens of prompt and reply whose KV cache fits, limited to the model's positions.
+        longest_context: most tokens of prompt and reply whose KV cache fits, at most the model's positions; 0 if none.
     """
 
     weight_bytes: int
@@ -193,7 +196,7 @@ def inference(one: Setting) -> Inference:
 
 
 def can_block(config: TrainConfig, shape: Shape) -> bool:
-    """Whether the run allows optim.remat=blocks, which keeps only the inputs of blocks of layers."""
+    """Whether run and model allow optim.remat=blocks, which keeps only the inputs of blocks of several layers."""
     return shape.recomputed_twice > 0 and _allows(config, "optim", remat="blocks")
 
 
@@ -203,6 +206,7 @@ def can_shard(config: TrainConfig) -> bool:
 
 
 def _allows(config: TrainConfig, section: str, **changes: Any) -> bool:
+    """Whether the configuration accepts these values of a section's parameters."""
     try:
         replace(config, **{section: replace(getattr(config, section), **changes)})
     except ConfigError:

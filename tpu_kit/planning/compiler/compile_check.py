@@ -181,12 +181,13 @@ def compile_step(
     part: str = "step",
     sizes: Mapping[str, int] | None = None,
 ) -> Compiled:
-    """Compiles the training step of `config` for a TPU. If it does not fit, it returns that and raises nothing.
+    """Compiles the training step of `config` for a TPU, or reads it from disk; a step that does not fit is no error.
 
     Args:
         config: the run. Its model may be a folder with only a config.json; no weights are read or made.
         chip: a topology ("v5e:2x4"), or a chip ("v5e") for the smallest slice with enough devices.
-        num_replicas: data-parallel replicas, one per device; the program contains their all-reduce.
+        num_replicas: data-parallel replicas, one per device, whose all-reduce the program contains; with launch.mesh,
+            number of devices of the mesh.
         effort: "full" for exact figures; "low" is about 6 times faster, and its temporaries differ by 1.5 to 8 %,
             mostly downwards.
         progress: whether to print each phase with its time to stderr.
@@ -281,7 +282,10 @@ def check_available(device_type: str = "tpu") -> str:
 
 
 def _in_child(request: dict[str, Any], progress: bool, time_limit: float | None) -> dict[str, Any]:
-    """Runs this module in a process that ends with the call, and returns its result."""
+    """Runs this module in a child process, and returns `asdict` of its `Compiled`; raises as `compile_step`.
+
+    If a signal ends the child, it runs once more with `refuses`, so that the error names an unsupported operation.
+    """
     start = time.monotonic()
 
     def show(phase: str) -> None:
@@ -329,6 +333,7 @@ def main() -> None:
 
 
 def _compile(request: dict[str, Any], show: Callable[[str], None]) -> dict[str, Any]:
+    """Traces and compiles a request; returns `asdict` of its `Compiled`, which is read from or written to the cache."""
     from tpu_kit.config.loader import load_config
     from tpu_kit.planning.compiler import torch_tpu_trace, trace
     from tpu_kit.xla.compiler import compile_program, fingerprint
@@ -397,6 +402,7 @@ def _source(*modules: str) -> str:
 
 
 def _read(path: Path) -> Compiled | None:
+    """Reads a result, with `cached` set; None if the file is missing or incomplete."""
     try:
         return replace(Compiled.from_dict(json.loads(path.read_text())), cached=True)
     except (OSError, ValueError, TypeError, KeyError):  # no file, or an incomplete one

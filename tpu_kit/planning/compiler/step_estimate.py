@@ -37,7 +37,7 @@ class Sizes(NamedTuple):
         vocabulary: size of the vocabulary.
         hidden: size of the hidden states.
         rank: rank of the adapters.
-        heads: numbers of query heads and of key heads.
+        heads: numbers of query heads and of key heads, of all kinds of layers.
         head_dims: head sizes.
         middle: inner sizes of the MLPs.
     """
@@ -70,7 +70,7 @@ def estimated_seconds(module: Module, instructions: list[Cost], sizes: Sizes, ch
         chip: the program's target.
 
     Returns:
-        Seconds of a step by kind, the largest first.
+        Seconds of a step by kind (see `_kind`, and "copies that are waited for"), the largest first.
     """
     spent: dict[str, float] = defaultdict(float)
     known = {(one.computation, one.op.name): one for one in instructions}
@@ -116,16 +116,17 @@ def instruction_seconds(one: Cost, chip: Chip) -> float:
 
 
 def _is_beside(one: Cost) -> bool:
+    """Whether an instruction starts an asynchronous operation for which the compiler estimates no cycles."""
     return one.op.opcode.endswith("-start") and one.cycles is None
 
 
 def _arrays(shape: str) -> list[list[int]]:
-    """Returns the dimensions of all arrays in the text of a shape."""
+    """Returns the dimensions of all arrays in the text of a shape, without scalars."""
     return [[int(size) for size in found.split(",")] for found in re.findall(r"\w\[([\d,]+)\]", shape)]
 
 
 def _kind(one: Cost, sizes: Sizes, in_loop: bool) -> str:
-    """Returns the kind of work of an instruction."""
+    """Returns the kind of work of an instruction, such as "loss"; `in_loop`: it is not in the entry computation."""
     if one.kind == "kernel":
         return "attention kernel" if "splash" in one.op.name else "other kernels"
     results = _arrays(one.op.shape)

@@ -98,7 +98,7 @@ def _mesh_of(config: TrainConfig, num_devices: int) -> Iterator[tuple[int, int]]
 
 
 def prepared(config: TrainConfig, replica: Runtime) -> tuple[PreTrainedModel, TrainState, Objective]:
-    """Prepares model, state and objective as training does, on "meta"."""
+    """Builds model, state and objective as training does, on "meta"; raises ValueError as `empty_model`."""
     with torch.device("meta"):
         model = trainable.adapt(empty_model(config), config.lora, config.model.base_dtype).train()
         objective = objective_of(config)
@@ -108,7 +108,7 @@ def prepared(config: TrainConfig, replica: Runtime) -> tuple[PreTrainedModel, Tr
 
 
 def _specs(model: PreTrainedModel, state: TrainState) -> dict[str, Spec]:
-    """Returns the sharding of model, state and gradient tensors by name."""
+    """Returns the partition specs of model, state and gradient tensors by name, for `lower`."""
     specs = models.tensor_specs(model)
     for name, moments in state.moments.items():
         specs |= {f"moments.{name}.{kind}": state.spec(name, moment) for kind, moment in moments.items()}
@@ -125,7 +125,7 @@ def trace_generation(
 
     Args:
         config: the run.
-        num_devices: devices of the mesh.
+        num_devices: devices of the mesh; ignored without a mesh.
         part: "prefill", "samples", which copies a prompt's cache for its samples, or "decode" for `BLOCK` steps.
         rows: rows of the batch, padding included.
         width: tokens of a padded prompt.
@@ -175,18 +175,20 @@ class _TracedReplica(TpuRuntime):
     """A replica whose tensors are placeholders; it computes nothing."""
 
     def to_device(self, batches: list[dict[str, torch.Tensor]]) -> list[dict[str, torch.Tensor]]:
+        """Returns placeholders on the XLA device with the shapes and dtypes of the batches."""
         return [{k: placeholder(tuple(v.shape), v.dtype) for k, v in batch.items()} for batch in batches]
 
     def sync(self) -> None:
         """Does nothing: `lower` reads the graph."""
 
     def to_host(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Keeps the tensors in `read`, in place of earlier tensors, and returns fp32 zeros of their shapes."""
         self.read = list(tensors)  # for `lower`
         return [torch.zeros(tensor.shape) for tensor in tensors]
 
 
 def fill(model: torch.nn.Module, state: TrainState | None = None) -> dict[str, torch.Tensor]:
-    """Replaces all tensors of a model and a state on "meta" by placeholders on the XLA device; returns them by name.
+    """Replaces, in place, all tensors of a model and a state by placeholders on the XLA device; returns them by name.
 
     A tensor that occurs twice (a tied weight, a parameter that the state also holds) stays a single tensor.
     """
@@ -217,5 +219,5 @@ def fill(model: torch.nn.Module, state: TrainState | None = None) -> dict[str, t
 
 
 def _kept(state: TrainState, split: SplitStep | None) -> list[torch.Tensor]:
-    """Returns the tensors that stay alive after a step."""
+    """Returns the tensors that stay alive after a step: the state's and, with `split`, its accumulated gradients."""
     return [*state.tensors().values(), *(split.tensors().values() if split else ())]

@@ -63,7 +63,7 @@ def objective_beside(config: TrainConfig) -> Objective | None:
 
 @dataclass(frozen=True)
 class Moment:
-    """The bytes alive at one moment, by part; `carried` is the number that loops receive or fill, which is not seen."""
+    """The bytes alive at one moment, by part; `carried` are bytes of these that loops receive or fill (not "seen")."""
 
     name: str
     parts: dict[str, float]
@@ -76,7 +76,7 @@ class Moment:
 
 
 class PeakActivationModel:
-    """Computes the terms of the peak; `num_replicas` is the number of shards of the batch."""
+    """Computes the terms of the peak on one device; `num_replicas` is ignored with a mesh."""
 
     def __init__(self, config: TrainConfig, shape: Shape, num_replicas: int, mesh: Mesh | None = None) -> None:
         if mesh:
@@ -115,7 +115,7 @@ class PeakActivationModel:
         return [pair for pair in self.sharded if pair[0].trained]
 
     def update_groups(self) -> list[list[tuple[int, ...]]]:
-        """Groups the trained tensors for the update: all small tensors together, each large tensor alone.
+        """Groups the shapes of trained tensors for the update: all small tensors first, then each large tensor alone.
 
         On a mesh all vectors are together, and each shard of a matrix is alone.
         """
@@ -124,7 +124,7 @@ class PeakActivationModel:
         return [small, *large] if small else large
 
     def reported(self, *, update: bool | None = None) -> tuple[Moment, float]:
-        """Returns the peak and the bytes reported beyond it; `update` keeps the update's moments, or all others."""
+        """Returns the peak and the bytes reported beyond it: of all moments, only the update's (True) or the others."""
         moments = [one for one in self.moments() if update is None or update == (one.name == "update")]
         peak = max(moments, key=lambda moment: moment.heap)
         if not self.scanned and peak.name != "update":
@@ -133,7 +133,7 @@ class PeakActivationModel:
         return peak, peak.heap - seen
 
     def moments(self) -> Iterator[Moment]:
-        """Yields the moments that can be the peak."""
+        """Yields the moments that can be the peak, in order; `Moment.parts` are temporaries only."""
         saved, gradients, head = self.saved(), self.gradients(), self.head_gradient()
         lasting = {"weight_copies": self.copies(), "objective_saved": self.objective_saved(),
                    "layer_inputs": self.made_outside(4 + 2 * self.stream)}  # fmt: skip
@@ -189,7 +189,8 @@ class PeakActivationModel:
     def saved(self) -> float:
         """Returns the bytes of the saved activations of a pass: the input of every layer, L T H c.
 
-        remat=none saves all tensors that the backward pass of a layer reads, remat=blocks only the inputs of blocks.
+        remat=none saves all tensors that a layer's backward pass reads, remat=outputs also `results`, remat=blocks only
+        the inputs of blocks.
         """
         if self.sparse:
             return self.hidden(sum(loop.turns for loop in self.loops))
@@ -201,6 +202,7 @@ class PeakActivationModel:
         return max((count for count in counts if count > 1), default=0)
 
     def _saved_by(self, kind: Layer) -> float:
+        """Returns the bytes that the forward pass of one layer saves for the backward pass."""
         if self.again:
             return self.hidden() + (self.results(kind) if self.keeps else 0.0)
         scores = self.kernel == "sdpa" and self.length <= WHOLE  # longer rows recompute them
@@ -239,7 +241,7 @@ class PeakActivationModel:
         return f"{self.shape.layers_path}." in tensor.name
 
     def update(self) -> float:
-        """Returns the bytes of the largest stack's update, copied into the arguments; with AdamW also its moments."""
+        """Returns the bytes of the update of the largest stack of matrices; with AdamW also of its moments."""
         large = [group for group in self.groups if len(group) == 1 and len(group[0]) == 3]
         return max(map(self.group_bytes, large), default=0) * (3.0 if self.config.optim.optimizer == "adamw" else 1.0)
 

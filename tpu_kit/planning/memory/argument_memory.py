@@ -22,7 +22,7 @@ LANES, ROWS, VECTOR = 128, 8, 1024
 
 
 def item_bytes(dtype: str) -> int:
-    """Returns the bytes of an element in the compute dtype: int8 and int4 weights are converted to bf16."""
+    """Returns the bytes of an element in the compute dtype of model.base_dtype: 4 for "fp32", else 2 (bf16)."""
     return 4 if dtype == "fp32" else 2
 
 
@@ -30,7 +30,7 @@ def padded(shape: Sequence[int], size: float, *, free: bool = False) -> int:
     """Returns the bytes of an array in HBM, with the padding of its tiles.
 
     Every dtype uses tiles of 8 x 128 elements, with fewer rows if the array has fewer. In bf16, T(8,128)(2,1), and
-    int8, T(8,128)(4,1), rows are interleaved within a tile. Vectors use tiles of 1024 elements.
+    int8, T(8,128)(4,1), rows are interleaved within a tile. Vectors use tiles of 1024 elements. A scalar has 512 bytes.
 
     Args:
         shape: sizes of the axes.
@@ -65,10 +65,11 @@ class _Stack:
     """(layers,) for a stack, () for a single layer."""
 
     def tensor(self, name: str, sizes: Sequence[int], size: float, *, packed: bool = False, trained: bool) -> Tensor:
+        """Returns a tensor with the axes of the stack before `sizes`; `size` is the bytes of an element."""
         return Tensor(name, (*self.axes, *sizes), size, bool(self.axes), packed, trained)
 
     def linear(self, path: str, one: Linear, share: float) -> list[Tensor]:
-        """Returns the tensors of a linear layer; `share` is the share of the stacked layers with adapters."""
+        """Returns a linear layer's tensors with its adapters; `share` of the stacked layers have adapters."""
         base = f"{path}.base_layer" if share else path
         tensors = self.weight([f"{base}.{leaf}" for leaf in ("weight", "scale", "bias")], one)
         some = replace(self, axes=tuple(max(1, round(size * share)) for size in self.axes))
@@ -111,7 +112,7 @@ def model_tensors(shape: Shape, config: TrainConfig, *, scanned: bool = True) ->
 
     Trained weights and adapters are fp32, frozen weights are in model.base_dtype. int8 has a scale for each output of a
     linear layer. int4 has two weights in a byte, and a scale and an offset for each group of inputs. With int8 and
-    int4, scales and all other weights are bf16.
+    int4, scales and all other weights are bf16. Raises ValueError as `Shape.check_targets`.
     """
     dtype = config.model.base_dtype if config.lora.r else "fp32"
     return _model_tensors(shape, _Stack(config.lora, item_bytes(dtype), dtype, config.model.quant_group), scanned)
@@ -119,6 +120,7 @@ def model_tensors(shape: Shape, config: TrainConfig, *, scanned: bool = True) ->
 
 @lru_cache(64)  # a plan estimates many settings of a model
 def _model_tensors(shape: Shape, alone: _Stack, scanned: bool) -> tuple[Tensor, ...]:
+    """Returns the tensors of `model_tensors`; `alone` makes tensors that are not stacked."""
     lora = alone.lora
     shape.check_targets(lora)
     start, whole = "base_model.model." if lora.r else "", not lora.r
@@ -198,7 +200,7 @@ def trained_count(shape: Shape, config: TrainConfig) -> int:
 
 
 def frozen_bytes(model: ModelConfig, config: TrainConfig, mesh: Mesh | None) -> int:
-    """Returns the bytes of another model's frozen weights on a device."""
+    """Returns the padded bytes of another model's frozen weights, in its base_dtype, on a device of the run."""
     shape = shape_of(model)
     tensors = model_tensors(shape, replace(config, model=model, lora=LoraConfig()))
     stored = [one for one in tensors if not one.trained]
@@ -207,7 +209,7 @@ def frozen_bytes(model: ModelConfig, config: TrainConfig, mesh: Mesh | None) -> 
 
 
 def table(shape: Shape, config: TrainConfig, mesh: Mesh) -> list[Placed]:
-    """Returns `sharding_rules.place` for the tensors of a run's model."""
+    """Returns the placement of a run's tensors on a mesh, largest shard first; raises as `sharding_rules.place`."""
     return place(mesh, model_tensors(shape, config), shape.embedding)
 
 

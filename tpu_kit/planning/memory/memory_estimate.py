@@ -45,11 +45,13 @@ class Memory:
     Attributes:
         parts: bytes at the peak by name: base_weights, adapters, optimizer, ema, batch, objective, objective_saved,
             layer_inputs, saved_activations, mask, gradients, weight_copies, layer, loss_chunk, all_reduce, update,
-            heap, code. Non-text inputs, and the weights and states of other models, have their own names.
-        argument_bytes: weights, state and batch.
-        temporary_bytes: buffers that exist only during the step.
-        code_bytes: the programs.
-        moment: the moment of the peak: "start", "forward", "loss", "backward" or "update".
+            heap, code; in a run that samples, also caches, gradient_buffer and logits. Non-text inputs, and the weights
+            and states of other models, have their own names.
+        argument_bytes: weights, state, batch and all other buffers that exist before or after the program.
+        temporary_bytes: buffers that exist only during the program.
+        code_bytes: all programs.
+        moment: the moment of the peak: "start", "forward", "loss", "backward", "update" or a non-text input's name; of
+            several programs, the program with its moment, such as "accumulate, backward" or "decode".
         trained: number of trained parameters.
         programs: the "step", or all programs of a run that samples; the largest peak determines the figures above.
     """
@@ -64,14 +66,14 @@ class Memory:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes at the peak."""
+        """Bytes of the device at the peak."""
         return self.argument_bytes + self.temporary_bytes + self.code_bytes
 
 
 def estimate(
     config: TrainConfig, *, num_replicas: int = 1, shape: Shape | None = None, mesh: Mesh | None = None
 ) -> Memory:
-    """Estimates the memory of a training step on a TPU.
+    """Estimates the memory of one device of a TPU during a training step, or a rollout if the run samples.
 
     Args:
         config: the run; its model is read by `shape_cache.read_shape`.
@@ -128,7 +130,7 @@ class _Step:
         }  # fmt: skip
 
     def _factored(self) -> int:
-        """Bytes of Adafactor's row and column statistics, which are replicated on a mesh."""
+        """Returns the bytes of Adafactor's row and column statistics, which are replicated on a mesh."""
         pairs = self.alive.of_trained()
         matrices = [one.shape for one, _ in pairs if is_matrix(one)]
         sizes = [count for shape in matrices for count in (math.prod(shape[:-1]), math.prod(shape) // shape[-2])]
@@ -136,7 +138,7 @@ class _Step:
         return sum(padded((count,), 4) for count in sizes)
 
     def code(self) -> int:
-        """Bytes of the program; see `LOOP_CODE`."""
+        """Returns the bytes of the step's program; see `LOOP_CODE`."""
         passes, layers = self.alive.passes, self.shape.layers
         if not self.alive.scanned:
             return SMALLEST_CODE + passes * layers * FLAT_CODE
@@ -159,7 +161,7 @@ class _Step:
         return Memory(parts, sum(held.values()), temporaries, codes, moment, self.alive.trained, programs)
 
     def programs(self) -> Iterator[ProgramPeak]:
-        """Yields the only program."""
+        """Yields the only program, "step"."""
         moment, beyond = self.alive.reported()
         temporaries = {name: math.ceil(size) for name, size in {**moment.parts, "heap": beyond}.items()}
         yield ProgramPeak("step", self.arguments(), 0, temporaries, self.code(), {}, moment.name)
@@ -211,7 +213,7 @@ class _Rounds(_Step):
         yield made("apply", (*trained, *state), parts, SMALLEST_CODE, also=sent)
 
     def prefill(self, rows: int, width: int) -> dict[str, float]:
-        """Temporaries of a prefill: one layer's. On a mesh the weights are not gathered."""
+        """Returns a prefill's temporaries in bytes by name, for `rows` prompts of the whole mesh of `width` tokens."""
         mesh, optim = self.mesh or Mesh(), self.config.optim
         tokens = -(-rows // mesh.data) * width
         tile = min(optim.mlp_tile or tokens, tokens)
@@ -219,7 +221,7 @@ class _Rounds(_Step):
         return {"weight_copies": self.alive.copies(), "layer": layer / mesh.weight_shards}
 
     def decode(self, rows: int) -> dict[str, float]:
-        """Temporaries of decode steps: logits. The cache is updated in place."""
+        """Returns the temporaries of decode steps in bytes by name, without the cache; `rows` are of the whole mesh."""
         mesh, shape = self.mesh or Mesh(), self.shape
         return {
             "weight_copies": self.alive.copies(),
