@@ -17,14 +17,14 @@ from tpu_kit.recipes.result import TrainResult
 
 
 def configured(config: TrainConfig) -> TrainConfig:
-    """Returns the configuration that `distill` trains; raises ConfigError if there is no teacher."""
+    """Returns the configuration that `distill` trains, unchanged; raises ConfigError if distill.teacher is None."""
     if config.distill.teacher is None:
         raise ConfigError(["distill.teacher: null names no teacher; set it to a hub id or a folder"])
     return config
 
 
 def distill(config: TrainConfig, dataset: Dataset | DatasetDict | None = None, *, exact: bool = False) -> TrainResult:
-    """Trains a model with `distill.teacher`; the arguments are the same as for `sft.train`.
+    """Trains a model with `config.distill.teacher`; arguments and result are as in `sft.train`.
 
     Raises:
         ConfigError: there is no teacher.
@@ -34,9 +34,10 @@ def distill(config: TrainConfig, dataset: Dataset | DatasetDict | None = None, *
 
 
 def derive_student(model: ModelConfig, folder: str | Path, layers: int) -> Path:
-    """Writes a student to a folder: a model with `layers` of its layers, evenly spaced from the first to the last.
+    """Writes a student, in bf16 with its tokenizer, to a folder: the model with `layers` evenly spaced layers.
 
-    This is the initialization of DistilBERT (Sanh et al., arXiv:1910.01108). Train the student with `lora.r=0`.
+    They span the first to the last layer. This is the initialization of DistilBERT (Sanh et al., arXiv:1910.01108). It
+    replaces the folder and returns its path. Train the student with `lora.r=0`.
 
     Raises:
         ValueError: `layers` is not between 1 and the model's layers - 1; or as `load_base`.

@@ -13,7 +13,7 @@ from tpu_kit.recipes.result import TrainResult
 
 
 def configured(config: TrainConfig) -> TrainConfig:
-    """Returns the configuration that `grpo` trains."""
+    """Returns the configuration that `grpo` trains: with optim.objective=policy, see `of_rewards`."""
     return of_rewards(config)
 
 
@@ -29,13 +29,13 @@ def grpo(
     Args:
         config: the run; its section `rl` sets the algorithm.
         dataset: as in `sft.train`; rows need a prompt and the columns that the rewards read.
-        reward_funcs: a name or function, or a sequence of them, in place of `rl.reward_funcs`; see
+        reward_funcs: a name or function, or a sequence of them, in place of `rl.reward_funcs` (None); see
             `generation.evaluation.rewards`. If replicas are processes, functions of a notebook or script are copied to
             them (`distributed.sending`).
         exact: as in `sft.train`.
 
     Raises:
-        ValueError: a reward fails or cannot be called, or as in `sft.train`.
+        ValueError: a reward fails or cannot be called; or, like other errors, as in `sft.train`.
     """
     if isinstance(reward_funcs, str) or callable(reward_funcs):
         reward_funcs = [reward_funcs]

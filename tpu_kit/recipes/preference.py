@@ -10,7 +10,7 @@ from tpu_kit.recipes.result import TrainResult
 
 
 def configured(config: TrainConfig) -> TrainConfig:
-    """Returns the configuration that `dpo` trains."""
+    """Returns the configuration that `dpo` trains: optim.objective=preference, see `of_preferences`."""
     return of_preferences(config)
 
 
@@ -23,6 +23,6 @@ def dpo(config: TrainConfig, dataset: Dataset | DatasetDict | None = None, *, ex
         exact: as in `sft.train`.
 
     Raises:
-        ValueError: as in `sft.train`.
+        ValueError: as in `sft.train`, like other errors.
     """
     return sft.train(configured(config), dataset, exact=exact)

@@ -42,7 +42,7 @@ def caught(check: Callable[..., object], *given: Any) -> list[ValueError]:
 
 
 def tell(problems: Iterable[ValueError]) -> None:
-    """Raises all problems as one error, a single problem unchanged; ConfigError if all are ConfigErrors."""
+    """Raises all problems as one ValueError: a single problem unchanged, ConfigError if all are; nothing for none."""
     found = list({str(problem): problem for problem in problems}.values())
     if len(found) == 1:
         raise found[0]
@@ -55,7 +55,7 @@ def tell(problems: Iterable[ValueError]) -> None:
 
 
 def of_machine(config: TrainConfig, hosts: Hosts) -> list[ValueError]:
-    """Checks trackers, verifier, custom formats, the hub (on host 0 only), and settings for several hosts."""
+    """Checks trackers, verifier, own formats, the hub (on host 0 only, by network) and settings of several hosts."""
     found = [*caught(check_tracking, config), *caught(verifier_named, config.tracking.verifier)]
     found += [error for one in config.data.by_source for error in caught(own_function, one.format)]
     if hosts.count > 1 and config.distill.files:
@@ -79,7 +79,7 @@ def of_model(plan: RunPlan, objective: Objective | None) -> list[ValueError]:
 
 
 def of_data(plan: RunPlan, prepared: Prepared, reward_funcs: Sequence[Any] | None) -> list[ValueError]:
-    """Checks that held-out rows can be answered and completions judged."""
+    """Checks that held-out rows can be answered and, if the run samples, that rewards can judge the completions."""
     found = caught(check_answers, plan.config, prepared, plan.settings)
     if prepared.tasks:
         found += caught(check_rollouts, plan.config, prepared.tasks.rows.rows, reward_funcs, plan.backend.hosts)
@@ -92,7 +92,7 @@ def of_batch(plan: RunPlan) -> list[ValueError]:
 
 
 def of_resuming(plan: RunPlan) -> list[ValueError]:
-    """Checks that the run may resume from its checkpoint, by the facts that the plan has so far."""
+    """Checks that the run may resume from its checkpoint, by the facts that the plan has so far; [] for a new run."""
     if (point := plan.resume_point) is None:
         return []
     total = plan.config.optim.max_steps if plan.updates is None else plan.updates

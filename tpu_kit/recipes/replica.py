@@ -49,15 +49,19 @@ def fine_tune(
     """Trains in one replica; the first replica of each host returns the result, the others None.
 
     Metrics of training: loss (last window) in nats per loss token; skipped_updates; train_seconds of all launches, with
-    evaluations and checkpoints; compiles on XLA and a GPU; and `metrics.peak_memory`. Metrics of evaluation: eval_loss
-    of the weights in adapter_dir; eval_accuracy with tracking.eval_generate_rows; for a mix, eval_loss/NAME and
-    eval_accuracy/NAME per source; and eval_step, their step.
+    evaluations and checkpoints; and reward in a run with rewards. Rank 0 adds compiles (XLA and GPU) and
+    `metrics.peak_memory`. Metrics of evaluation: eval_loss of the weights in adapter_dir; eval_accuracy with
+    tracking.eval_generate_rows; for a mix, eval_loss/NAME and eval_accuracy/NAME per source; and eval_step, their step.
 
     Args:
         config: the configuration of the plan.
         plan: the plan of the launching process; None plans here, without the checks of `train`.
         data: the data that this process prepared; None prepares it here.
         reward_funcs: rewards for reinforcement learning, in place of `rl.reward_funcs`.
+
+    Raises:
+        Outdated: another checkpoint than planned is the newest.
+        ValueError: the plan is for other devices, the run may not resume, or training diverges.
     """
     with trainer(config, plan, data, reward_funcs) as (loop, agreement):
         status = loop.run(agreement)
@@ -75,7 +79,10 @@ def trainer(
     data: MappedData | None = None,
     reward_funcs: Sequence[Any] | None = None,
 ) -> Iterator[tuple[Trainer, PreemptionGuard]]:
-    """Loads the run in one replica; yields the ready loop and its preemption guard. Arguments as in `fine_tune`."""
+    """Loads the run in one replica; yields the ready loop and its preemption guard. Arguments as in `fine_tune`.
+
+    On rank 0 it writes config.yaml and prints data and model; see `_confirm` and `_begin`.
+    """
     rt = runtime.current()
     given = plan or _planned_here(config, rt)
     config, objective = given.config, objective_of(given.config)
@@ -133,13 +140,13 @@ def read(plan: RunPlan, objective: Objective, data: MappedData | None) -> tuple[
 
 
 def _planned_here(config: TrainConfig, rt: Runtime) -> RunPlan:
-    """Plans a run in a replica that was launched without a plan."""
+    """Plans a run up to the model, in a replica that was launched without a plan; `_completed` adds the data."""
     backend = Backend(rt.device_type, rt.world_size // rt.num_hosts, "this replica")
     return with_model(resumed(RunPlan(config, backend), date.today().isoformat()))[0]
 
 
 def _completed(plan: RunPlan, prepared: Prepared, rt: Runtime) -> RunPlan:
-    """Adds facts that only the replica knows: the data, and on some TPUs the number of replicas.
+    """Adds data and batch unless the plan has the batch of these replicas; some TPUs tell their number only here.
 
     Raises:
         ValueError: the plan was made for other devices, or the run may not resume from its checkpoint.
@@ -185,9 +192,10 @@ def _confirm(plan: RunPlan, rt: Runtime, checkpoints: CheckpointManager | None) 
 
 
 def _begin(plan: RunPlan, loop: Trainer, untrained: str) -> None:
-    """Writes the configuration of a run, and prints its data and model.
+    """Writes config.yaml and the questions of a run, and prints its data and model, on rank 0.
 
-    It runs after all checks, because a refused run must not replace the files of an earlier run.
+    If updates remain, it moves results of an earlier training aside. It runs after all checks, because a refused run
+    must not replace the files of an earlier run.
     """
     config, prepared = plan.config, loop.prepared
     if loop.step < loop.total and not loop.evaluations.stopped:
@@ -244,7 +252,7 @@ def _parts(config: TrainConfig, rt: Runtime, checkpoints: CheckpointManager | No
 
 
 def _finish(loop: Trainer, status: Status, reason: str) -> TrainResult:
-    """Waits until the last checkpoint is durable; on rank 0, saves the adapter unless the run was preempted."""
+    """Returns the result when the last checkpoint is durable; rank 0 saves the adapter unless the run was preempted."""
     config, folder, adapter, metrics = loop.config, loop.config.output_path, "", loop.results()
     checkpoint: str | None = str(config.checkpoints_place)
     if loop.parts is not None:

@@ -21,7 +21,8 @@ class TrainResult:
         metrics: see `replica.fine_tune`.
         adapter_dir: folder of the adapter for PEFT, or of the model if lora.r=0; empty after a preemption, and on hosts
             other than host 0.
-        checkpoint_dir: folder of the newest checkpoint; None if there is none.
+        checkpoint_dir: folder or URL of the newest checkpoint, None if there is none; on hosts other than host 0, the
+            place of all checkpoints.
         output_dir: the run's folder.
         again: `TrainConfig.again`, how to start the run again.
         warning: why the model seems to have learned nothing, by the held-out loss; empty otherwise.
@@ -42,7 +43,7 @@ class TrainResult:
 
     @property
     def ended(self) -> str:
-        """`status` for the user: "stopped" if the user stopped the run."""
+        """`status` for the user: "stopped" if the user stopped the run with Ctrl-C (SIGINT)."""
         return "stopped" if self.reason.startswith("SIGINT") else self.status
 
     def __str__(self) -> str:

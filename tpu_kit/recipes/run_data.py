@@ -31,9 +31,9 @@ SHOWN_REPORT = "TPU_KIT_SHOWN_REPORT"
 
 
 def prepare_run(config: TrainConfig, model: PreTrainedConfig | None = None) -> Prepared:
-    """Prepares the data of a run for the tokenizer, the vocabulary and the positions of its model.
+    """Prepares the data of a run for its model's tokenizer; raises ValueError as `prepare` and if they do not fit.
 
-    `model` is the model's configuration; None reads it.
+    The vocabulary and data.max_length must fit the model. `model` is the model's configuration; None reads it.
     """
     model = model or read_config(config.model)
     start = Questions.read(find_run(config.lora.adapter).folder) if config.lora.adapter else None
@@ -77,7 +77,7 @@ def with_tokens(config: TrainConfig, prepared: Prepared) -> TrainConfig:
 
 @contextlib.contextmanager
 def for_replicas(plan: RunPlan, prepared: Prepared) -> Iterator[MappedData]:
-    """Yields the data for a launch, on disk; for a stream, a process prepares shards ahead of the training."""
+    """Yields the data on disk until the block ends; for a stream, a process then prepares shards ahead of training."""
     with contextlib.ExitStack() as stack:
         if prepared.stream is not None:
             from tpu_kit.data.stream.feeder import feeding
@@ -100,7 +100,7 @@ TEMPLATES = {
 
 
 def data_report(prepared: Prepared, plan: BatchPlan, total: int, config: TrainConfig) -> str:
-    """Describes the rows and batches of a run of `total` updates, with warnings."""
+    """Returns lines on the rows and batches of a run of `total` updates, with warnings about too few updates."""
     warmup, rl = config.optim.warmup_steps, config.rl
     long = f"warning          optim.warmup_steps={warmup} is more than the {total:,} updates; lower it or raise epochs"
     turns = TEMPLATES.get(prepared.encoder.layout.turns_by, []) if prepared.encoder else []

@@ -172,11 +172,12 @@ def plan_run(
     backend: Backend | None = None,
     today: str | None = None,
 ) -> tuple[RunPlan, Prepared]:
-    """Returns the plan of a run with an output folder, and its prepared data; launches nothing, opens no device.
+    """Returns the plan of a run with an output folder, and its prepared data; trains nothing, opens no device.
 
     Args:
         config: the run.
-        dataset: rows in memory, which are written to `data.source` unless the run is refused.
+        dataset: rows in memory, written to `data.source`, which must be their `saved_rows_path`; a refused run removes
+            them.
         exact: whether, on a TPU, its compiler checks that the batch fits.
         reward_funcs: the rewards of `grpo`.
         backend: the result of `find_machine`, checked; None finds it.
@@ -204,7 +205,7 @@ def plan_run(
 
 
 def before_fetch(config: TrainConfig) -> TrainConfig:
-    """Returns the configuration for a plan before `train` has fetched `checkpoint.source`: it need not resume."""
+    """Returns the configuration for a plan before `checkpoint.source` is fetched: with it, checkpoint.resume=auto."""
     if config.checkpoint.source is None:
         return config
     return replace(config, checkpoint=replace(config.checkpoint, resume="auto"))
@@ -220,7 +221,10 @@ def find_machine(config: TrainConfig, hosts: Hosts = ONE) -> tuple[Backend | Non
 
 
 def resumed(plan: RunPlan, today: str) -> RunPlan:
-    """Adds the checkpoint from which the run resumes, and the settings and date that a resumed run keeps."""
+    """Adds the checkpoint to resume from, if any, and settings that it keeps; else the date `today` if none is set.
+
+    Raises ValueError as `find_resume_point`.
+    """
     config, point = plan.config, find_resume_point(plan.config)
     if point is not None:
         return replace(plan, resume_point=point, config=point.kept(config))
@@ -231,7 +235,8 @@ def resumed(plan: RunPlan, today: str) -> RunPlan:
 def with_model(plan: RunPlan) -> tuple[RunPlan, Objective | None]:
     """Adds the model's configuration, and the commits and identities of all weights; also returns the objective.
 
-    The objective is None if it cannot be made; `problems.of_model` reports why.
+    The objective is None if it cannot be made; `problems.of_model` reports why. Raises ValueError as `pin` and
+    `read_config`.
     """
     config, began = plan.config, plan.resume_point.identities if plan.resume_point else {}
     model, identity = pin(config.model, began.get(NAME))
@@ -252,7 +257,10 @@ def with_model(plan: RunPlan) -> tuple[RunPlan, Objective | None]:
 
 
 def with_data(plan: RunPlan, prepared: Prepared) -> RunPlan:
-    """Adds the hashes of the data, the number of rows, and the location of the teacher's logits."""
+    """Adds the hashes of the data, the number of rows, the teacher's files, and data.images_per_row and new tokens.
+
+    Raises ValueError as `with_tokens`.
+    """
     config, tasks = with_tokens(plan.config, prepared), prepared.tasks
     if prepared.images_per_row:
         config = replace(config, data=replace(config.data, images_per_row=prepared.images_per_row))
@@ -265,7 +273,7 @@ def with_data(plan: RunPlan, prepared: Prepared) -> RunPlan:
 
 
 def with_memory(plan: RunPlan, exact: bool = False) -> RunPlan:
-    """Chooses values for "auto", and predicts memory and time.
+    """Chooses values for "auto", also the mesh in `backend`, and adds the prediction of memory and time.
 
     Raises:
         ValueError: as `check_before_launch`.
@@ -281,7 +289,7 @@ def with_memory(plan: RunPlan, exact: bool = False) -> RunPlan:
 
 
 def batch_shards(plan: RunPlan) -> int | None:
-    """Returns the number of shards of a batch; None if only the TPU's runtime knows it."""
+    """Returns the number of shards of a batch on all hosts; None if only the TPU's runtime knows it."""
     backend, room = plan.backend, plan.outlook.room if plan.outlook else None
     if backend.mesh is not None:
         return backend.mesh.batch_shards
@@ -291,10 +299,10 @@ def batch_shards(plan: RunPlan) -> int | None:
 
 
 def with_batch(plan: RunPlan, prepared: Prepared, shards: int) -> RunPlan:
-    """Adds the batch and the number of updates.
+    """Adds the batch, the number of updates, the rows done and the report.
 
     Raises:
-        ValueError: the rows do not fill an update.
+        ValueError: the rows do not fill an update, or the update cannot be split over the shards.
     """
     batch = batch_arithmetic(plan.config, shards)
     record = plan.record._replace(global_batch_size=batch.global_batch_size)
@@ -308,7 +316,7 @@ def with_batch(plan: RunPlan, prepared: Prepared, shards: int) -> RunPlan:
 
 
 def prepare_columns(plan: RunPlan, prepared: Prepared) -> None:
-    """Computes the missing files of `RunPlan.columns` in a separate launch; see `prepare_files`."""
+    """Computes the missing files of `RunPlan.columns` in a separate launch, if there are any; see `prepare_files`."""
     if plan.teacher_files is not None and plan.teacher is not None:
         prepare_files(plan.config, prepared, plan.teacher_files, plan.teacher)
 
@@ -331,7 +339,7 @@ def digest_of(point: ResumePoint) -> str:
 
 @contextlib.contextmanager
 def _rows_saved(dataset: Dataset | DatasetDict | None, source: str) -> Iterator[None]:
-    """Writes rows in memory to `source`, and removes them if the block raises: a refused run leaves no files."""
+    """Writes rows in memory, if any, to `source`; if the block raises, it removes rows that were not there before."""
     fresh = dataset is not None and not os.path.exists(source)
     try:
         if dataset is not None:

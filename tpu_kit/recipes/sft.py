@@ -39,7 +39,7 @@ from tpu_kit.training.resume import versions
 
 
 def configured(config: TrainConfig) -> TrainConfig:
-    """Returns the configuration that `train` trains."""
+    """Returns the configuration that `train` trains: `config` unchanged."""
     return config
 
 
@@ -120,7 +120,10 @@ def train(
 
 
 def _launch(plan: RunPlan, prepared: Prepared, reward_funcs: Sequence[Any] | None, meeting: Meeting) -> TrainResult:
-    """Prints the plan and trains in the replicas; raises Outdated if they find another checkpoint than planned."""
+    """Prints the plan, trains in the replicas and returns their result; raises as `train`.
+
+    Raises Outdated if the replicas find another checkpoint than planned.
+    """
     config, outlook = plan.config, plan.outlook
     assert outlook is not None
     if not plan.shown:
@@ -146,7 +149,10 @@ def _launch(plan: RunPlan, prepared: Prepared, reward_funcs: Sequence[Any] | Non
 
 
 def _conclude(config: TrainConfig, result: TrainResult, prepared: Prepared) -> TrainResult:
-    """Uploads the results, answers held-out rows, and logs, uploads and finally prints the comparison."""
+    """Uploads the results, answers held-out rows, logs and prints the comparison, and pushes to the hub, as asked for.
+
+    Returns the result with the comparison's metrics and `pushed`.
+    """
     if config.remote:
         upload_results(config, result.adapter_dir)  # before the answers, which may be slow
     result, compared = _answer_held_out(config, result, prepared)
@@ -166,7 +172,10 @@ def _conclude(config: TrainConfig, result: TrainResult, prepared: Prepared) -> T
 def _answer_held_out(
     config: TrainConfig, result: TrainResult, prepared: Prepared
 ) -> tuple[TrainResult, Comparison | None]:
-    """Compares the answers of base and tuned model, if the run asks for it; returns the result with metrics."""
+    """Returns the result with metrics of the answers of both models, and their comparison, if the run asks for them.
+
+    Otherwise the comparison is None; so it is after a stop signal, which makes the result "preempted".
+    """
     if not config.tracking.generate_rows or result.status == "preempted":
         return result, None
     try:

@@ -29,6 +29,7 @@ def evaluate(args: argparse.Namespace) -> int:
 
 
 def _of_adapter(args: argparse.Namespace, options: JudgedModel) -> tuple[str, dict[str, Any]]:
+    """Compares base and tuned model, and writes eval.json; returns the text to print and the values for --json."""
     from tpu_kit.generation.evaluation import evaluate as evaluation
 
     comparison = evaluation.evaluate_adapter(args.config, args.adapter, chat=options.chat)
@@ -36,6 +37,7 @@ def _of_adapter(args: argparse.Namespace, options: JudgedModel) -> tuple[str, di
 
 
 def _of_base(args: argparse.Namespace, options: JudgedModel) -> tuple[str, dict[str, Any]]:
+    """Judges the base model's answers to held-out rows; returns as `_of_adapter`, and writes nothing."""
     from tpu_kit.generation.evaluation import evaluate as evaluation
 
     prepared = evaluation.held_out(args.config, plain=options.chat is False)
@@ -46,6 +48,7 @@ def _of_base(args: argparse.Namespace, options: JudgedModel) -> tuple[str, dict[
 
 
 def _of_server(args: argparse.Namespace, options: JudgedModel) -> tuple[str, dict[str, Any]]:
+    """Judges a server's answers to the rows of the adapter or of the configuration; returns as `_of_base`."""
     from tpu_kit.generation.evaluation import evaluate as evaluation
     from tpu_kit.recipes.evaluation.server_answers import Server, evaluate_server
 

@@ -57,7 +57,8 @@ def evaluate_server(config: TrainConfig, prepared: Prepared, server: Server, pla
         plain: whether chats are also sent as plain text.
 
     Raises:
-        ValueError: there are no held-out rows; the server cannot be reached, has no such model, or refuses a row.
+        ValueError: there are no held-out rows; model.images is set; the verifier does not exist; or the server cannot
+            be reached, has no such model, or refuses a row.
     """
     if not prepared.eval_rows:
         raise ValueError(
@@ -80,6 +81,7 @@ def evaluate_server(config: TrainConfig, prepared: Prepared, server: Server, pla
 
 
 def _check_model(server: Server) -> None:
+    """Raises ValueError if the server does not list the model, or as `_request`."""
     listed = _request(server, "models")
     names = [str(model.get("id")) for model in listed.get("data") or [] if isinstance(model, Mapping)]
     if server.model not in names:
@@ -90,7 +92,7 @@ def _check_model(server: Server) -> None:
 
 
 def _answer(server: Server, config: TrainConfig, prepared: Prepared, row: int, plain: bool) -> Reply:
-    """Returns the answer to a row."""
+    """Returns the answer to the held-out row with this index; `plain` sends its prompt as token ids."""
     asked = prepared.eval_asked[row]
     request = {"model": server.model, "temperature": 0, "max_tokens": config.tracking.generate_tokens}
     if plain or isinstance(asked, str):
@@ -108,13 +110,14 @@ def _answer(server: Server, config: TrainConfig, prepared: Prepared, row: int, p
 
 
 def _chat(chat: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the request's fields for a chat, which has the system prompt."""
+    """Returns the request's fields for a chat with its messages; vLLM continues a last message of the assistant."""
     begun = {"add_generation_prompt": False, "continue_final_message": True}  # vLLM continues the message with these
     more = begun if chat["messages"][-1].get("role") == "assistant" else {}
     return {name: value for name, value in chat.items() if value} | more
 
 
 def _choice(server: Server, made: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Returns the first choice of a response; raises ValueError if it has none."""
     choices = made.get("choices")
     if not (isinstance(choices, list) and choices and isinstance(choices[0], Mapping)):
         raise ValueError(f"server={server.address} gave no answer: {str(made)[:200]}")
@@ -133,7 +136,7 @@ def _text(message: Mapping[str, Any], data: DataConfig, prompt: str) -> str:
 
 
 def _request(server: Server, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Returns the JSON object of the server's response.
+    """Returns the JSON object of the server's response to a GET or, with a `body`, to a POST, which may be repeated.
 
     Raises:
         ValueError: the server cannot be reached, refuses the request, or returns no JSON object.
@@ -172,4 +175,5 @@ def _request(server: Server, path: str, body: Mapping[str, Any] | None = None) -
 
 
 def _brief(text: str) -> str:
+    """Returns the first 300 characters on one line, with secrets hidden."""
     return hide_secrets(" ".join(text.split())[:300])
