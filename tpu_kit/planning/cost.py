@@ -193,7 +193,7 @@ def work(config: TrainConfig, shape: Shape, plan: BatchPlan, mesh: Mesh | None =
 
 
 def _work(config: TrainConfig, shape: Shape, plan: BatchPlan, context: int = 1) -> Work:
-    """Returns the work of one update on a device that computes all products of `shape` for a part of the tokens.
+    """Returns the work of one update on a device that computes all products of `shape` for 1 / `context` of the tokens.
 
     A layer's FLOPs are traced (`Layer.products`). The trace has no adapters, no matrices outside layers, no attention
     kernel and no recomputation. With remat=full, the layers' forward pass is added without the MLP's last product; only
@@ -375,7 +375,7 @@ def per_device(shape: Shape, mesh: Mesh) -> Shape:
 
 
 def _forward(shape: Shape, dtype: str, tokens: int, length: int, chunks: int, seen: float) -> Work:
-    """Returns the work of a forward pass: a third of a step's traffic, and the output layer if `chunks` is not 0."""
+    """Returns the work of a forward pass, with the output layer in `chunks` chunks (0: without); `seen` as `_seen`."""
     head, compute = shape.vocabulary * shape.hidden, item_bytes(dtype)
     flops = tokens * shape.flops(1, 0, 0) + 2 * tokens * (_scores(shape, length) * seen + head * bool(chunks))
     traffic = _between(shape, tokens, compute, length) / 3 + shape.linear_weights * WEIGHT_BYTES[dtype]

@@ -111,8 +111,8 @@ def row_splits(config: TrainConfig, replicas: int, most: int) -> list[int]:
 def remats(config: TrainConfig, where: TargetSlice, shape: Shape) -> Sequence[Remat]:
     """Returns the candidates for `optim.remat`, fastest first; "blocks" is only used if no other value fits.
 
-    A given value is the only candidate. "auto" means "full" on other devices than TPUs; on a mesh also "blocks".
-    "none" is a candidate for adapters on decoders with usual layers, on which the formula was compared.
+    A given value is the only candidate. For "auto" these are "full" on other devices than TPUs, and "full" and "blocks"
+    on a mesh. "none" is a candidate for adapters on decoders with usual layers, on which the formula was compared.
     """
     optim, lora = config.optim, config.lora
     if optim.remat != "auto":

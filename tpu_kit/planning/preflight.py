@@ -386,7 +386,10 @@ class _Asks:
         return "optim.batch_size is auto" if self.auto else f"the formula is within {NEAR:.0%} of the memory"
 
     def __call__(self, one: Setting) -> float:
-        """Returns the compiler's time limit in seconds; 0 unless the setting is `NEAR` the limit or fits "auto"."""
+        """Returns the compiler's time limit in seconds for a setting by formula; 0 if it is not asked.
+
+        It is asked only for new runs of one program on one TPU host, `NEAR` the limit or if "auto" chose fitting rows.
+        """
         room = one.where
         if self.resumes or room.device_type != "tpu" or room.topology is None or self.backend.hosts.count > 1:
             return 0.0

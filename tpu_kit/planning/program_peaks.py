@@ -17,7 +17,10 @@ if TYPE_CHECKING:
 
 
 def cache_bytes(config: TrainConfig, shape: Shape, rows: int, slots: int, mesh: Mesh | None) -> int:
-    """Returns a device's bytes of keys and values in the compute dtype; `rows` are a replica's or the whole mesh's."""
+    """Returns a device's bytes of keys and values in the compute dtype; `rows` are a replica's or the whole mesh's.
+
+    `slots` are tokens of a row. Layers that read another layer's keys have no cache.
+    """
     size, mesh = item_bytes(config.model.base_dtype), mesh or Mesh()
     total = 0
     for kind, count in shape.counted:

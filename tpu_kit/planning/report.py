@@ -26,7 +26,7 @@ _FACTORS = ("batch_size", "replicas", "gradient_accumulation")
 
 
 def plan_row(one: Plan) -> dict[str, object]:
-    """Returns a row of the table of slices, text by column: whether the run fits, settings, time, cost ("-": none)."""
+    """Returns a row of the table of slices: whether the run fits, settings, time and cost ("-" if it does not fit)."""
     values = one.to_dict()
     fitting = values if one.fits else dict.fromkeys(("step_seconds", "tokens_per_second", "run_hours"))
     return {

@@ -74,7 +74,7 @@ def _fine_tune(
     """Plans a run, and trains it unless `--dry-run` is given; prints the plan or result, and returns the exit code.
 
     Args:
-        args: the arguments of the command.
+        args: the arguments of the command; --json without --dry-run is a ConfigError.
         module: the module of the recipe, with `configured` and a function of the command's name.
         trained: returns the configuration to print, that the recipe trains; None: `args.config`.
     """

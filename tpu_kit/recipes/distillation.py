@@ -36,8 +36,8 @@ def distill(config: TrainConfig, dataset: Dataset | DatasetDict | None = None, *
 def derive_student(model: ModelConfig, folder: str | Path, layers: int) -> Path:
     """Writes a student, in bf16 with its tokenizer, to a folder: the model with `layers` evenly spaced layers.
 
-    They span the first to the last layer. This is the initialization of DistilBERT (Sanh et al., arXiv:1910.01108). It
-    replaces the folder and returns its path. Train the student with `lora.r=0`.
+    They span the first to the last layer (a single layer: the first), as in DistilBERT (Sanh et al., arXiv:1910.01108).
+    It replaces the folder and returns its path. Train the student with `lora.r=0`.
 
     Raises:
         ValueError: `layers` is not between 1 and the model's layers - 1; or as `load_base`.

@@ -70,7 +70,7 @@ def of_machine(config: TrainConfig, hosts: Hosts) -> list[ValueError]:
 
 
 def of_model(plan: RunPlan, objective: Objective | None) -> list[ValueError]:
-    """Checks the objective, the adapter from which training starts, and the checkpoint's parameters and weights."""
+    """Checks the objective, TorchTPU's layers, the initial adapter, and the checkpoint's parameters and weights."""
     found = [*of_resuming(plan), *caught(check_objective, plan.config, objective)]
     found += [] if found else caught(check_layers, plan.config, plan.backend.device_type)
     if plan.config.lora.adapter and objective is not None:

@@ -18,7 +18,8 @@ class TrainResult:
         status: "finished"; "stopped" by early stopping; "preempted", also by the user: run it again to continue.
         reason: of the early stop or the preemption; empty otherwise.
         step: number of updates done, out of `total_steps`.
-        metrics: see `replica.fine_tune`.
+        metrics: see `replica.fine_tune`; with tracking.generate_rows also accuracy_before, accuracy_after and, unless
+            the rows have no loss, perplexity_before and perplexity_after.
         adapter_dir: folder of the adapter for PEFT, or of the model if lora.r=0; empty after a preemption, and on hosts
             other than host 0.
         checkpoint_dir: folder or URL of the newest checkpoint, None if there is none; on hosts other than host 0, the

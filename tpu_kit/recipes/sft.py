@@ -68,7 +68,8 @@ def train(
 ) -> TrainResult:
     """Fine-tunes a model on all devices, and returns when the result is on disk.
 
-    On several hosts, call it on every host; host 0 answers held-out rows, and saves and uploads the result.
+    On several hosts, call it on every host; host 0 answers held-out rows, and saves and uploads the result. After a
+    first stop signal in training it saves a checkpoint, and the result's status is "preempted".
 
     Args:
         config: the run.
@@ -78,7 +79,7 @@ def train(
         reward_funcs: the rewards of `grpo`.
 
     Raises:
-        OutOfMemory: a device or the host had too little memory; the text names the next setting that fits.
+        OutOfMemory: a device or the host had too little memory; the text names the next setting to try, if any.
         ValueError: the configuration, the data or the machine do not allow the run.
         LaunchError: a replica failed.
         HostError: another host failed, hangs, is lost, or did not join.

@@ -162,7 +162,7 @@ _ENVIRONMENT = {
 
 
 class CompilerUnavailable(ValueError):
-    """The TPU compiler is not installed, or its version is unknown; the message names the next action."""
+    """The TPU compiler is not installed, its version is unknown, or it has no topology for the slice."""
 
 
 class CompileTimeout(RuntimeError):

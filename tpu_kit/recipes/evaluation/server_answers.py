@@ -136,7 +136,7 @@ def _text(message: Mapping[str, Any], data: DataConfig, prompt: str) -> str:
 
 
 def _request(server: Server, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Returns the JSON object of the server's response to a GET or, with a `body`, to a POST, which may be repeated.
+    """Returns the JSON object of the server's response to a GET or, with a `body`, a POST; tries `_TRIES` times.
 
     Raises:
         ValueError: the server cannot be reached, refuses the request, or returns no JSON object.
