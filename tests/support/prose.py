@@ -1,8 +1,12 @@
-"""Counts hard-to-read sentences by room and kind: `python -m tests.support.prose [--show ROOM]`."""
+"""Counts hard-to-read sentences by room and kind: `python -m tests.support.prose [--show ROOM]`.
+
+`--draw SEED` prints 20 functions without their code, for readers who explain them from their docstrings alone.
+"""
 
 import ast
 import io
 import json
+import random
 import re
 import sys
 import tokenize
@@ -25,6 +29,8 @@ PATTERNS = {
     ),
 }
 KINDS = (*PATTERNS, "long")
+DRAWN, LEAST_LINES = 20, 5
+"""Number of functions in a draw, and the fewest lines of code of such a function."""
 
 
 def sentences(text: str) -> Iterator[str]:
@@ -110,8 +116,38 @@ def hard_sentences() -> dict[str, dict[str, list[str]]]:
     return by_room
 
 
+def drawn(seed: int) -> list[tuple[str, str]]:
+    """Draws `DRAWN` functions of tpu_kit with at least `LEAST_LINES` lines of code; magic and nested ones are left out.
+
+    Returns:
+        For each function its place, as "FILE:LINE NAME", and the docstrings of its module and class, its signature and
+        its docstring.
+    """
+    found = list[tuple[str, str]]()
+    for path in sorted((ROOT / "tpu_kit").rglob("*.py")):
+        tree = ast.parse(path.read_text())
+        module = (ast.get_docstring(tree) or "").partition("\n\n")[0]
+        for owner in (tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))):
+            about = f"class {owner.name}: {ast.get_docstring(owner) or ''}\n" if isinstance(owner, ast.ClassDef) else ""
+            for node in owner.body:
+                text = ast.get_docstring(node) if isinstance(node, ast.FunctionDef) else None
+                if not isinstance(node, ast.FunctionDef) or not text or node.name.startswith("__"):
+                    continue
+                if (node.end_lineno or 0) - (node.body[0].end_lineno or 0) < LEAST_LINES:
+                    continue
+                signature = f"def {node.name}({ast.unparse(node.args)}) -> {node.returns and ast.unparse(node.returns)}"
+                name = f"{owner.name}.{node.name}" if isinstance(owner, ast.ClassDef) else node.name
+                place = f"{path.relative_to(ROOT)}:{node.lineno} {name}"
+                found.append((place, f"module: {module}\n{about}{signature}\n{text}"))
+    return random.Random(seed).sample(found, DRAWN)
+
+
 def main() -> None:
-    """Prints the counts as a table or, with `--show ROOM`, the sentences of a room."""
+    """Prints the counts as a table; with `--show ROOM` the sentences of a room, with `--draw SEED` functions."""
+    if sys.argv[1:2] == ["--draw"]:
+        for number, (place, text) in enumerate(drawn(int(sys.argv[2])), 1):
+            print(f"{number}. {place}\n{text}\n")
+        return
     by_room = hard_sentences()
     if sys.argv[1:2] == ["--show"]:
         for kind, found in by_room[sys.argv[2]].items():
