@@ -416,6 +416,7 @@ LISTED = {
               "columns": {"messages": "talk"}, "tags": {"role_tag": "from", "content_tag": "value"}},
     "pairs": {"file_name": "pairs.json", "ranking": True},
     "odd": {"file_name": "odd.json", "formatting": "sharegpt", "tags": {"role_tag": "who"}},
+    "text": "mine.json", "list": {"file_name": "mine.json", "columns": ["ask", "say"]},
 }  # fmt: skip
 
 
@@ -439,6 +440,14 @@ def test_data_sets_of_llama_factory_are_those_of_its_list(
     assert "its role_tag=who is not read" in told[1]
     assert "repeats the smaller data sets until all have ended" in told[2]
     assert "it names entries" in problems(write(LLAMA_FACTORY + "dataset: lost\n"))[0]
+    told = problems(write(LLAMA_FACTORY + "dataset: [text, list]\n"))
+    assert "text, in data/dataset_info.json: it is no object with a file_name and objects as columns" in told[0]
+    assert "list, in data/dataset_info.json: it is no object" in told[1]
+    told = problems(write(LLAMA_FACTORY + "dataset: mine, talks\n" + shares.replace("0.2", "half")))
+    assert told == [
+        "interleave_probs: ['half', 0.8] lacks a share above 0 for some of the 2 data sets; give a share to "
+        "all, or to none"
+    ]
 
 
 def test_the_list_of_data_sets_of_llama_factory_is_no_configuration(write: Any) -> None:

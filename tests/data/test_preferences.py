@@ -82,6 +82,32 @@ def test_a_system_turn_and_earlier_turns_belong_to_the_prompt() -> None:
     assert "Be kind." in texts_of(config)[0]
 
 
+CALLING = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for call in m.tool_calls or [] %}"
+    "<call>{{ call.function.name }} {{ call.function.arguments | tojson }}</call>{% endfor %}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.mark.parametrize("other", [2, 7])
+def test_turns_with_other_calls_are_not_a_common_prompt(other: int) -> None:
+    """Both chats have the same texts. The rejected one's own call was lost, and the chosen one's took its place."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.chat_template = CALLING
+    row: dict[str, Any] = {}
+    for name, number, last in (("chosen", 2, GOOD_TURN), ("rejected", other, BAD_TURN)):
+        calls = [{"type": "function", "function": {"name": "add", "arguments": {"a": number}}}]
+        asked = {"role": "assistant", "content": "Let me see.", "tool_calls": calls}
+        row[name] = [USER, asked, {"role": "tool", "content": "5"}, last]
+    config = DataConfig(format="preference", max_length=512, eval_rows=0)
+    if other != 2:
+        with pytest.raises(ValueError, match=r"the chosen reply has several turns, .*; give a single turn"):
+            prepare_rows(config, tokenizer, [row], pairs=SHARED)
+        return
+    prompt, chosen, rejected = texts_of(prepare_rows(config, tokenizer, [row], pairs=SHARED))
+    assert '{"a": 2}' in prompt and chosen.startswith(GOOD) and rejected.startswith(BAD)
+
+
 @pytest.mark.parametrize("columns", [("question", "context"), ("question", "passage"), ("instruction", "input")])
 def test_a_question_is_asked_with_its_context_as_in_fine_tuning(columns: tuple[str, str]) -> None:
     """A passage comes before the question about it, and an instruction before its input, for both recipes."""

@@ -84,7 +84,12 @@ def test_folder_saved_by_datasets(tmp_path: Path) -> None:
     Dataset.from_list(ROWS).save_to_disk(tmp_path / "one")
     DatasetDict(test=Dataset.from_list(ROWS[:2])).save_to_disk(tmp_path / "many")
     assert load(str(tmp_path / "one")).to_list() == ROWS
-    assert len(load(str(tmp_path / "many"), "test")) == 2
+    assert len(load(str(tmp_path / "many"), "test")) == 2 and len(load(str(tmp_path / "many"), "test[:1]")) == 1
+    assert load(str(tmp_path / "one"), "train[1:]").to_list() == ROWS[1:]
+    with pytest.raises(ValueError, match="there is no split 'test'; the data has train"):
+        load(str(tmp_path / "one"), "test[:1]")
+    with pytest.raises(ValueError, match=r"data.split='train\[x\]': .*one has \d+ rows"):
+        load(str(tmp_path / "one"), "train[x]")
     with pytest.raises(ValueError, match="there is no split 'train'; the data has test"):
         load(str(tmp_path / "many"))
 

@@ -454,6 +454,7 @@ UPCOMING = '{\n  "can_reschedule": "false",\n  "maintenance_status": "%s",\n  "t
 
 
 @pytest.mark.usefixtures("quick")
+@pytest.mark.parametrize("before", [True, False], ids=["announced", "not announced"])
 @pytest.mark.parametrize(
     ("key", "value", "expected"),
     [
@@ -464,9 +465,10 @@ UPCOMING = '{\n  "can_reschedule": "false",\n  "maintenance_status": "%s",\n  "t
         ("preempted", "FALSE", None),
     ],
 )
-def test_what_ends_a_run(key: str, value: str, expected: str | None) -> None:
+def test_what_ends_a_run(key: str, value: str, expected: str | None, before: bool) -> None:
     with Server() as server:
-        server.values["upcoming-maintenance"] = UPCOMING % "PENDING"
+        if before:
+            server.values["upcoming-maintenance"] = UPCOMING % "PENDING"
         given = heard(server, lambda: server.set(key, value), wait=5 if expected else 0.5)
     assert given == ([f"the cloud takes this machine back (instance/{expected})"] if expected else [])
 

@@ -362,6 +362,12 @@ def test_what_cannot_be_generated() -> None:
         generator(model, max_prompt=0, block=0)
 
 
+def test_a_generator_by_itself_refuses_a_chat_with_pictures(embedded: Generator) -> None:
+    chat = {"messages": [{"role": "user", "content": "What is it?"}], "images": ["a.png"]}
+    with pytest.raises(ValueError, match="it has images beside messages and tools: call `generate` for pictures"):
+        embedded.generate([chat])
+
+
 def test_a_chat_of_several_turns_needs_a_template() -> None:
     tokenizer = load_tokenizer(ModelConfig())
     tokenizer.chat_template = None

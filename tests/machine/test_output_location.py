@@ -61,8 +61,9 @@ def test_kaggle(tmp_path: Path) -> None:
     interactive = find_place(run(), Machine(tmp_path, INTERACTIVE))
     assert interactive.output_dir == f"{working}/runs/mine"
     assert "Persistence" in interactive.warning and "Save & Run All" in interactive.warning
-    outside = find_place(run("/tmp/x"), Machine(tmp_path, BATCH))
-    assert outside.output_dir == "/tmp/x" and f"Kaggle keeps only {working}" in outside.warning
+    for outside in ("/tmp/x", f"{working}-old/x"):
+        place = find_place(run(outside), Machine(tmp_path, BATCH))
+        assert place.output_dir == outside and f"Kaggle keeps only {working}" in place.warning
 
 
 def attach(at: Machine, where: str, name: str, *steps: int) -> Path:

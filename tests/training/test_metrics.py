@@ -46,6 +46,7 @@ def test_of_equal_accuracies_the_latest_is_the_best_and_no_progress() -> None:
     assert found.best_step == 3 and not found.stopped
     found.add(4, math.nan, 0.25)
     assert found.best_step == 3 and found.stopped
+    assert found.reason == "none of the last 2 evaluations was better than step 3 (0.5)"
 
 
 def test_numbers_of_the_users_take_no_name_of_ours(tmp_path: Path) -> None:

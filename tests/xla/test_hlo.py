@@ -99,6 +99,18 @@ def test_kernels_of_torch_tpu_are_named_by_their_settings() -> None:
     }
 
 
+@pytest.mark.parametrize("named", ["true_computation=%body, false_computation=%other",
+                                   "branch_computations={%body, %other}"])  # fmt: skip
+def test_branches_of_a_conditional_are_called(named: str) -> None:
+    text = (
+        "HloModule one\n\n%body (p: f32[8]) -> f32[8] {\n  ROOT %p = f32[8]{0} parameter(0)\n}\n\n"
+        "%other (q: f32[8]) -> f32[8] {\n  ROOT %q = f32[8]{0} parameter(0)\n}\n\n"
+        "ENTRY %main (a: pred[], b: f32[8]) -> f32[8] {\n  %a = pred[] parameter(0)\n  %b = f32[8]{0} parameter(1)\n"
+        f"  ROOT %c = f32[8]{{0}} conditional(%a, %b, %b), {named}\n}}\n"
+    )
+    assert Module(text).computations["main"]["c"].called == ["body", "other"]
+
+
 def test_loops_are_followed_and_collectives_counted_at_every_turn() -> None:
     module = Module(LOOPS)
     assert module.entry == "main" and len(module.computations) == 6

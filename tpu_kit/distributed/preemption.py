@@ -276,11 +276,12 @@ def watch_metadata(give: Callable[[str], None], closed: threading.Event) -> None
                 value = server.metadata(key, _TIMEOUT)
                 found = True
                 if value is None:
-                    continue
-                if (end := re.search(pattern, value, re.IGNORECASE)) and announced.get(key) is False:
+                    announced[key] = False
+                elif (end := re.search(pattern, value, re.IGNORECASE)) and announced.get(key) is False:
                     name = key.partition("?")[0]
                     return give(f"the cloud takes this machine back (instance/{name} says {end[1]})")
-                announced[key] = end is not None
+                else:
+                    announced[key] = end is not None
         except (OSError, http.client.HTTPException, ValueError):
             failures += 1
         closed.wait(_PAUSE)

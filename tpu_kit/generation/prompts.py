@@ -129,6 +129,8 @@ class PromptCodec:
             special = self._encoder.special if self.data.special_text == "split" else None
             ids = plain_prompt(self.tokenizer, prompt, special)  # the Generator checks the length
         elif isinstance(prompt, Mapping):
+            if other := sorted(key for key in prompt.keys() - {"messages", "tools"} if prompt[key]):
+                raise ValueError(f"it has {', '.join(other)} beside messages and tools: call `generate` for pictures")
             ids = self._chat(prompt["messages"], prompt.get("tools"))
         elif prompt and isinstance(prompt[0], Mapping):
             ids = self._chat([message for message in prompt if isinstance(message, Mapping)])

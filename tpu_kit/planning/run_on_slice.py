@@ -64,8 +64,9 @@ class Setting:
 
     @cached_property
     def peaks(self) -> dict[str, int]:
-        """Bytes of the device in every program by the compiler; the values are None if the compiler was not asked."""
-        return {row["program"]: row["compiler_bytes"] for row in program_rows(self.memory.programs, self.compiled)}
+        """Bytes of the device in every compiled program, by the compiler; empty if it was not asked."""
+        rows = program_rows(self.memory.programs, self.compiled)
+        return {row["program"]: row["compiler_bytes"] for row in rows if row["compiler_bytes"] is not None}
 
     @property
     def largest(self) -> str:

@@ -158,7 +158,11 @@ class Evaluations:
     def reason(self) -> str:
         """The reason for an early stop, as text."""
         best = best_evaluation(self._records)
-        than = f"better than step {best['step']} ({best['loss']:.6g})" if best else "a number"
+        if best is None:
+            than = "a number"
+        else:
+            measured = best["accuracy"] if best["loss"] is None else best["loss"]
+            than = f"better than step {best['step']} ({measured:.6g})"
         return f"none of the last {self._since_best} evaluations was {than}"
 
     @property

@@ -67,7 +67,7 @@ class Instruction:
     @property
     def called(self) -> list[str]:
         """The names of the computations that it runs: of a fusion, call, loop, reduction or conditional."""
-        names = re.findall(r"(?:calls|body|condition|to_apply)=%?([\w.\-]+)", self.rest)
+        names = re.findall(r"(?:calls|body|condition|to_apply|(?:true|false)_computation)=%?([\w.\-]+)", self.rest)
         branches = re.search(r"branch_computations=\{([^}]*)\}", self.rest)
         return names + (re.findall(r"%?([\w.\-]+)", branches[1]) if branches else [])
 

@@ -69,6 +69,8 @@ def test_how_likely_continuations_are(model: Requests, config: TrainConfig, stoc
         ValueError, match=r"request 1: its \d+ tokens are more than the \d+ positions of the model; cut"
     ):
         model.loglikelihood([Request(("a", " b")), Request(("a " * 9000, " b"))])
+    with pytest.raises(ValueError, match=r"request 0: its continuation has \d+ tokens, but at most \d+ fit the model's"):
+        Requests(config, None, 8, True).loglikelihood([Request(("a", " b" * 9000))])
 
 
 @pytest.mark.parametrize(("length", "width"), [(2, 5), (5, 5), (6, 5), (9, 5), (10, 5), (23, 5), (1, 5)])

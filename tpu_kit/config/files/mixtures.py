@@ -126,7 +126,7 @@ def factory_mix(values: dict[str, Any], result: Translation) -> None:
         result.problems += [f"dataset: {name}, in {folder}/dataset_info.json: {problem}"] if problem else []
     strategy, probabilities = values.pop("mix_strategy", None) or "concat", values.pop("interleave_probs", None)
     if isinstance(probabilities, str):
-        probabilities = [float(one) for one in probabilities.split(",")]
+        probabilities = [_number(one) for one in probabilities.split(",")]
     if strategy == "interleave_under" and len(sources) > 1:
         _share(sources, probabilities or [1] * len(sources), "interleave_probs", result)
     elif strategy != "concat":
@@ -138,6 +138,14 @@ def factory_mix(values: dict[str, Any], result: Translation) -> None:
     _add(f"dataset={show(named)}", sources, result)
 
 
+def _number(text: str) -> float | str:
+    """Returns the number in a text; the text if there is none, which `_share` reports."""
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
 def _described(folder: Path) -> dict[str, Any] | None:
     try:
         found = json.loads((folder / "dataset_info.json").read_text(encoding="utf-8"))
@@ -146,8 +154,12 @@ def _described(folder: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _of_entry(folder: Path, name: str, entry: Mapping[str, Any], stage: str) -> tuple[dict[str, Any], str]:
+def _of_entry(folder: Path, name: str, entry: Any, stage: str) -> tuple[dict[str, Any], str]:
     """Returns an entry of dataset_info.json as (source, ""), or ({}, problem) if it is not for `stage` or not read."""
+    if not isinstance(entry, Mapping) or not all(
+        isinstance(entry.get(key, {}), Mapping) for key in ("columns", "tags")
+    ):
+        return {}, f"it is no object with a file_name and objects as columns and tags: {show(entry)}"
     place = entry.get("hf_hub_url") or (entry.get("file_name") and str(folder / entry["file_name"]))
     if not place:
         return {}, "it is neither a file nor a data set of the hub; download it, and give its file_name"

@@ -7,11 +7,12 @@ from dataclasses import replace
 from typing import Any
 
 from tpu_kit.config.loader import DataConfig
-from tpu_kit.data.rows.columns import Layout, is_wanted, role_of
+from tpu_kit.data.rows.columns import MESSAGE_KEYS, TABLES, Layout, is_wanted, role_of
 from tpu_kit.data.rows.field_values import RowError, is_filled, parsed
 from tpu_kit.data.rows.schemas import Conversation, history, is_turns, question_of, read_completion
 
 _PROMPT, _COMPLETION = "prompt", "completion"
+_TRAINED_KEYS = ("tool_calls", "function_call", *MESSAGE_KEYS, *TABLES["message_keys"]["reasoning"])
 
 
 def read_pair(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
@@ -156,8 +157,9 @@ def _said(turn: Mapping[str, Any]) -> str:
 
 
 def _same_turn(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two messages have the same role and content; tool calls are not compared."""
-    return role_of(one) == role_of(other) and _said(one) == _said(other)
+    """Whether two messages have the same role, content without white space around it, tool calls and reasoning."""
+    rest = [[turn.get(key) or None for key in _TRAINED_KEYS] for turn in (one, other)]
+    return role_of(one) == role_of(other) and _said(one) == _said(other) and rest[0] == rest[1]
 
 
 def _of_texts(chosen: str, rejected: str) -> tuple[str, str, str]:

@@ -246,8 +246,12 @@ def _from_text(source: str, split: str, files: Files) -> Dataset:
             write_records(files.records, target)
         except OSError as error:
             raise ValueError(f"data source {source}: its rows cannot be cached in {target.parent}: {error}") from error
-    rows = Dataset.from_file(str(target))
-    try:  # a slice such as train[10:20%]
+    return _sliced(Dataset.from_file(str(target)), split, source)
+
+
+def _sliced(rows: Dataset, split: str, source: str) -> Dataset:
+    """Returns the rows of a slice such as train[10:20%] of its split `rows`; raises ValueError for an invalid slice."""
+    try:
         (part,) = ReadInstruction.from_spec(split).to_absolute({split.partition("[")[0]: len(rows)})
     except Exception as error:
         raise ValueError(f"data.split={split!r}: {_cause(error)}; {source} has {len(rows)} rows") from error
@@ -268,18 +272,22 @@ def _from_parquet(source: str, split: str, files: Files) -> Dataset:
 
 
 def _from_saved(source: str, split: str) -> Dataset:
-    """Returns the rows of a folder of `save_to_disk`; a folder of a single `Dataset` ignores the split."""
+    """Returns the rows of a folder of `save_to_disk`; a single `Dataset` is the split "train", whatever its name.
+
+    Raises:
+        ValueError: the folder cannot be read, or has no such split.
+    """
     try:
         rows = load_from_disk(source)
         for part in rows.values() if isinstance(rows, DatasetDict) else [rows]:
             part.data.validate(full=True)
     except Exception as error:
         raise ValueError(f"data source {source}: the folder cannot be read: {_cause(error)}") from error
-    if isinstance(rows, Dataset):
-        return rows
-    if split not in rows:
-        raise ValueError(f"data.split: there is no split {split!r}; the data has {', '.join(rows)}")
-    return rows[split]
+    own = str(getattr(rows, "split", None) or "train").partition("[")[0]
+    parts = rows if isinstance(rows, DatasetDict) else {"train": rows, own: rows}
+    if (name := split.partition("[")[0]) not in parts:
+        raise ValueError(f"data.split: there is no split {name!r}; the data has {', '.join(parts)}")
+    return _sliced(parts[name], split, source)
 
 
 def _from_hub(source: str, split: str) -> Dataset:
@@ -346,7 +354,7 @@ def _embedded(split: str, seed: int, make: Callable[..., list[dict[str, str]]] =
 
 
 def _embedded_images(split: str, seed: int) -> Dataset:
-    """Returns generated rows with pictures, from a cached file that all processes of the run can read."""
+    """Returns rows with pictures of "train" or "eval", with [:N] for N rows, and caches them; ValueError for others."""
     from tpu_kit.assets import pictures
 
     match = _SPLIT.fullmatch(split)

@@ -94,13 +94,18 @@ class Requests:
         """Returns (log-likelihood in nats, whether greedy decoding produces it) for every continuation.
 
         Raises:
-            ValueError: a continuation is empty, or context and continuation are too long.
+            ValueError: a continuation is empty or fills the model's positions, or it is too long with its context.
         """
         rows, lengths = [], []
         for number, request in enumerate(requests):
             head, tail = self._pair(*request.args)
             if not tail:
                 raise ValueError(f"request {number}: the continuation {request.args[1]!r} is empty")
+            if len(tail) >= self._positions:
+                raise ValueError(
+                    f"request {number}: its continuation has {len(tail)} tokens, but at most {self._positions - 1} fit "
+                    "the model's positions; remove the request, or use a model with more positions"
+                )
             rows.append(self._cut([*head, *tail], number))
             lengths.append(len(tail))
         ratings = self._answer([], rows).ratings

@@ -70,7 +70,7 @@ def _drives(at: Machine) -> list[Path]:
 def _on_kaggle(given: str | None, run_name: str, at: Machine) -> Place:
     """Returns the place on Kaggle: `given`, or else a folder in /kaggle/working, which Kaggle can keep."""
     working = at.root / _WORKING
-    inside = given is None or os.path.abspath(given).startswith(str(working))
+    inside = given is None or Path(os.path.abspath(given)).is_relative_to(working)
     place = str(working / "runs" / run_name) if given is None else given
     if not inside:
         return Place(place, "as asked for", f"Kaggle keeps only {working}: leave output_dir out, or set {_BUCKET}")
