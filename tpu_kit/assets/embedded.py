@@ -86,7 +86,7 @@ def _ledger(rng: random.Random) -> Problem:
 
 
 def _groups(rng: random.Random) -> Problem:
-    """Draws (question, steps, answer) of equal groups, in half of the draws a gain, and a loss; raises _OutOfRange."""
+    """Draws (question, steps, answer): equal groups, a gain in half of the draws, then a loss. Raises _OutOfRange."""
     name, item, holder = rng.choice(NAMES), rng.choice(ITEMS), rng.choice(HOLDERS)
     groups, each, more, lost = rng.randint(2, 9), rng.randint(2, 9), rng.randint(2, 20), rng.randint(2, 20)
     verb = rng.choice(LOSSES)

@@ -67,7 +67,7 @@ class Mixed(Tokenized):
 
     @classmethod
     def of(cls, parts: Sequence[Tokenized], names: tuple[str, ...]) -> Mixed:
-        """Joins sources; takes rows and encoder from the first whose turns the chat template renders, or the first."""
+        """Joins sources; `rows`, `encoder` are of the first source that the chat template renders, or of `parts[0]`."""
         starts = np.cumsum([0, *(len(part.rows) for part in parts)])[:-1]
         firsts = np.cumsum([0, *(len(part.documents) for part in parts)])[:-1]
         names_of_arrays = ("full_lengths", "whole_lengths", "questions", "users", "special", "earlier", "reasoning")

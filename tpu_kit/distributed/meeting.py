@@ -55,14 +55,14 @@ class HostError(RuntimeError):
 
 
 class Meeting:
-    """Connects this host to the other hosts of a run. A context manager, which sends an error of its block to them.
+    """Connects this host to the other hosts of a run; as a context manager, it sends them an error of its block.
 
     For a single host it uses neither store nor thread.
 
     Args:
         hosts: the hosts of the run.
         patience: seconds in which all hosts must come.
-        hang_timeout: seconds, at least 110, in which a host that others wait for must use a second of processor time.
+        hang_timeout: seconds, at least 110, without processor time after which an awaited host counts as hung.
     """
 
     def __init__(self, hosts: Hosts = ONE, patience: float = 0.0, hang_timeout: float = 0.0) -> None:

@@ -255,7 +255,7 @@ def _chat_here(
 
 
 def _print_reply(generator: Generator, prompt: Prompt, sampling: Sampling, truncate: bool) -> str:
-    """Prints a reply while it is generated, and returns its text."""
+    """Prints and returns a reply; `truncate` cuts off the beginning of a prompt that is too long, else ValueError."""
     text = ""
     for piece in generator.stream(prompt, sampling, truncate):
         print(piece, end="", flush=True)

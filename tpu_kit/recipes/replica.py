@@ -146,10 +146,10 @@ def _planned_here(config: TrainConfig, rt: Runtime) -> RunPlan:
 
 
 def _completed(plan: RunPlan, prepared: Prepared, rt: Runtime) -> RunPlan:
-    """Adds data and batch unless the plan has the batch of these replicas; some TPUs tell their number only here.
+    """Adds data and batch if the plan has no batch for the replicas of `rt`; some TPUs give their number only here.
 
     Raises:
-        ValueError: the plan was made for other devices, or the run may not resume from its checkpoint.
+        ValueError: the plan is for other devices, the rows do not fill an update, or the run may not resume.
     """
     backend, batch = plan.backend, plan.batch
     if backend.device_type != rt.device_type or (

@@ -172,19 +172,19 @@ def plan_run(
     backend: Backend | None = None,
     today: str | None = None,
 ) -> tuple[RunPlan, Prepared]:
-    """Returns the plan of a run with an output folder, and its prepared data; trains nothing, opens no device.
+    """Returns the plan of a run, and its prepared data; trains nothing, opens no device, makes no output folder.
 
     Args:
-        config: the run.
-        dataset: rows in memory, written to `data.source`, which must be their `saved_rows_path`; a refused run removes
-            them.
+        config: the run; its `output_dir` stays as it is, so `resolve_output_dir` comes before.
+        dataset: rows in memory. They are saved to `data.source`, which must be their `saved_rows_path`. If the run is
+            refused, newly saved rows are removed.
         exact: whether, on a TPU, its compiler checks that the batch fits.
-        reward_funcs: the rewards of `grpo`.
+        reward_funcs: the rewards of `grpo` to check, in place of `rl.reward_funcs`.
         backend: the result of `find_machine`, checked; None finds it.
         today: the date of a new run; None: today on this machine.
 
     Raises:
-        ValueError: all problems of the first step that has any.
+        ValueError: the text has all problems of the first part of the planning that finds any.
     """
     if backend is None:
         backend, wrong = find_machine(config)

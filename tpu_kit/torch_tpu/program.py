@@ -1,4 +1,4 @@
-"""Makes functions programs: traces them with `make_fx`, backward pass included, and compiles them with TorchTPU.
+"""Makes programs of functions: traces them with `make_fx`, backward pass included, and compiles them with TorchTPU.
 
 Without a compiled graph, TorchTPU runs every operation as a program. Its graph compiler is private; only that compiler
 supports donated inputs. `torch.compile` compiles the same graph without donation.
@@ -136,7 +136,7 @@ class ModelProgram:
 def trace_with(
     model: torch.nn.Module, fn: Callable[..., Sequence[torch.Tensor]], example: Sequence[torch.Tensor]
 ) -> torch.fx.GraphModule:
-    """Traces a function that computes with a model; the graph's additional arguments are `tensors_of(model)`."""
+    """Traces `fn(*example)`, which uses `model`; the graph takes *example, then the values of `tensors_of(model)`."""
     tensors, count = tensors_of(model), len(example)
 
     def run(*inputs: torch.Tensor) -> Sequence[torch.Tensor]:

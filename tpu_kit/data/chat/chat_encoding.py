@@ -149,9 +149,9 @@ class Encoder(PromptEncoder):
         return ids if self.images is None else self.images.prompt(ids, talk.images)
 
     def documents(self, talk: Conversation) -> list[Document]:
-        """Renders a conversation as documents; every reply with loss has loss in exactly one document.
+        """Renders a conversation as texts for `encode`; every reply with loss has loss in exactly one document.
 
-        Raises RowError if it cannot be rendered, or if the chat template leaves out a part of it.
+        Plain text is one document. Raises RowError if a chat cannot be rendered, or its template leaves a part out.
         """
         if isinstance(talk.messages, str):
             text, reasoning = talk.messages, reasoning_of(talk.messages[talk.first :], self.config)

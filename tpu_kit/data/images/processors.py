@@ -297,7 +297,7 @@ class Qwen(ImageProcessor):
 
 @dataclass(frozen=True)
 class Lfm2(ImageProcessor):
-    """LFM2-VL: scales a picture and keeps its aspect ratio; tiles of a large picture precede the whole picture.
+    """LFM2-VL: scales a picture at its aspect ratio; tiles of a large picture precede the whole, if `use_thumbnail`.
 
     transformers' processor of LFM2-VL needs torchvision; this class scales with PIL.
 
@@ -333,7 +333,7 @@ class Lfm2(ImageProcessor):
         return across, down, rows, columns
 
     def tokens(self, height: int, width: int) -> tuple[list[int], list[int]]:
-        """Returns ids of tiles, by row, then of the whole picture (unless thumbnails are off), and tokens per slot."""
+        """Returns ids with markers (tiles by row, then the whole), and soft tokens per slot; RowError if too many."""
         across, down, rows, columns = self._grids(height, width)
         of_tile = (self.settings["tile_size"] // self.patch // self.merge) ** 2
         ids, counts = [*self.ids[_START]], [of_tile] * across * down

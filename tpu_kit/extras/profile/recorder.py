@@ -95,7 +95,7 @@ class _Recorder:
         self._session = (_XlaSession if rt.is_xla else _TorchSession)(rt, folder) if rt.rank == 0 else None
 
     def mark(self, phase: str, step: int) -> None:
-        """Ends the current phase, and begins a `phase` of `PHASES` in a step, counted from 1."""
+        """Ends the current phase, and begins `phase`, a name in `PHASES`, of update `step` of the run, from 1."""
         now, first, last = time.perf_counter(), WARM_UP + 1, WARM_UP + self.steps
         if self._annotation is not None:
             self._annotation.__exit__(None, None, None)

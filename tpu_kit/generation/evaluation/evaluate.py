@@ -129,13 +129,13 @@ def _tell_form(prepared: Prepared, plain: bool, chat: bool | None) -> None:
 
 
 def held_out(config: TrainConfig, run: Questions | None = None, plain: bool = False) -> Prepared:
-    """Prepares the data of a configuration to evaluate a model on its held-out rows.
+    """Prepares the rows that a configuration holds out, to evaluate a model on them.
 
-    Prints a note on stderr if `run` held out other questions.
+    Prints a note on stderr if their questions differ from the questions that `run` held out.
 
     Args:
         config: the run.
-        run: the questions of the adapter's run, as in `prepare`.
+        run: the questions of the adapter's run. Its held-out questions are added, its training questions left out.
         plain: whether to ask questions as plain text, without a chat template and a system prompt.
 
     Raises:

@@ -142,7 +142,7 @@ class Rewards:
         return list(self._functions)
 
     def check(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Raises ValueError if a function needs an unknown argument, or only rules judge and no row has an answer."""
+        """Raises ValueError if a function lacks an argument, or if all rewards are rules and no row has an "answer"."""
         given = [*self._arguments([Attempt(rows[0], "", "", [])]), *_SHARED]
         for name, function in self._functions.items():
             for each in inspect.signature(function).parameters.values():

@@ -252,7 +252,7 @@ def compile_programs(
 
 
 def check_available(device_type: str = "tpu") -> str:
-    """Returns the version of the TPU compiler for `launch.device_type`.
+    """Checks the TPU compiler of TorchTPU for "torch-tpu", of torch_xla for other types; returns libtpu's version.
 
     Raises:
         CompilerUnavailable: the compiler cannot be used here.

@@ -136,7 +136,7 @@ def whole_prompts(config: TrainConfig, replicas: int) -> int:
 
 
 def smaller(config: TrainConfig, replicas: int) -> list[tuple[str, Sequence[int], str]]:
-    """Returns the parameters that reduce a rollout's memory: (name, smaller values or none, largest first, effect)."""
+    """Returns (name, lower values in falling order or [], effect) of parameters that reduce a rollout's memory."""
     rl, whole = config.rl, whole_prompts(config, replicas)
     prompts = [n for n in range(rl.prompts_per_update - 1, 0, -1) if n % whole == 0 or n < whole]
     return [

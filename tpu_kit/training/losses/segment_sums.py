@@ -10,10 +10,10 @@ import torch.nn.functional as F
 
 
 def running_sum(values: torch.Tensor, segments: torch.Tensor) -> torch.Tensor:
-    """Returns at every position the sum of `values` from the start of its segment, (..., B, S); differentiable.
+    """Returns at every position the sum of `values` from its segment's start up to it, (..., B, S); differentiable.
 
-    The sums double their length in every round (Hillis and Steele, 1986) and stop at the segment's start, so values of
-    other segments cause no rounding error.
+    Every round doubles the range of the sums (Hillis and Steele, 1986). Values of other segments are never added, so
+    they cause no rounding error.
 
     Args:
         values: (..., B, S) floats.
