@@ -46,6 +46,7 @@ def test_a_mesh_of_another_number_of_devices(text: str, problem: str) -> None:
         ({"mesh": "fsdp"}, "has 'fsdp'; write data=N"),
         ({"mesh": "fsdp=2,fsdp=4"}, "names fsdp twice"),
         ({"mesh": "fsdp=0"}, "gives fsdp the size '0'; use 1 or more, or -1"),
+        ({"mesh": "fsdp=--1"}, "gives fsdp the size '--1'; use 1 or more, or -1"),
         ({"mesh": "fsdp=-1,data=-1"}, "has -1 twice"),
         ({"mesh": "fsdp=8", "num_replicas": 8}, "sets the number of devices itself; remove launch.num_replicas"),
         ({"mesh": "fsdp=8", "device_type": "cuda"}, "needs XLA, and launch.device_type=cuda"),

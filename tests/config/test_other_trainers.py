@@ -275,6 +275,7 @@ def test_adamw_of_small_moments_is_adamw_for_adapters_alone(write: Any, name: st
         ("test_datasets: [{path: a}, {path: b}]", "evaluation has one source, data.eval_source"),
         ("datasets: [{path: a}, {path: b, type: alpaca}]", "datasets[2]: datasets.type: 'alpaca' has no counterpart"),
         ("datasets: [{path: a, fraction: 0.5}, {path: b}]", "lacks a share above 0 for some of the 2 data sets"),
+        ("datasets: [{path: a, fraction: true}, {path: b, fraction: 1}]", "lacks a share above 0 for some of the 2"),
         ("datasets: [{path: a, type: alpaca}]", "datasets.type: 'alpaca' has no counterpart here; this type has "),
         ("datasets: [{path: a, shards: 4}]", "datasets.shards: 4 has no counterpart here; set data.source, data"),
         ("special_tokens: {eos_token: x}", "special_tokens.eos_token: 'x' has no counterpart here; it comes from"),
@@ -439,7 +440,10 @@ def test_data_sets_of_llama_factory_are_those_of_its_list(
     assert "pairs, in data/dataset_info.json: it has pairs, which are for stage=dpo" in told[0]
     assert "its role_tag=who is not read" in told[1]
     assert "repeats the smaller data sets until all have ended" in told[2]
-    assert "it names entries" in problems(write(LLAMA_FACTORY + "dataset: lost\n"))[0]
+    for text in ("pretraining_dataset: [{split: train}]", "datasets: [{path: a}, {split: train}]"):
+        assert any("it names no data set; give its path" in told for told in problems(write(text)))
+    for lost in ("lost", "[{a: b}]"):
+        assert "it names entries" in problems(write(LLAMA_FACTORY + f"dataset: {lost}\n"))[0]
     told = problems(write(LLAMA_FACTORY + "dataset: [text, list]\n"))
     assert "text, in data/dataset_info.json: it is no object with a file_name and objects as columns" in told[0]
     assert "list, in data/dataset_info.json: it is no object" in told[1]

@@ -31,8 +31,10 @@ from tpu_kit.distributed.preemption import PreemptionGuard
 from tpu_kit.distributed.replica.backends import CudaRuntime
 from tpu_kit.generation.evaluation import evaluate
 from tpu_kit.machine.checks import Machine
+from tpu_kit.model.shape_cache import read_shape
 from tpu_kit.model.weights.source import load_tokenizer
 from tpu_kit.planning import oom_recovery, preflight
+from tpu_kit.planning.cost import model_flops
 from tpu_kit.recipes import sft
 from tpu_kit.recipes.result import TrainResult
 from tpu_kit.recipes.run_data import data_report
@@ -335,6 +337,15 @@ def test_a_log_counts_the_time_of_its_own_steps(configure: Configure, monkeypatc
     assert all(record["step_seconds"] >= 0.05 for record in logged), logged
     spent = sum(record["step_seconds"] * steps for record, steps in zip(logged, (3, 3, 3, 1), strict=True))
     assert spent <= logged[-1]["seconds"]
+
+
+def test_the_mfu_is_of_the_flops_of_the_plan(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(trainer, "chips_of", lambda *_: ("v5e", 1))
+    config = configure()
+    sft.train(config)
+    flops = model_flops(config, read_shape(config.model))
+    for record in records(config, "train"):
+        assert record["mfu"] == pytest.approx(record["tokens_per_second"] * flops / 197e12)
 
 
 def test_extra_sums_of_an_objective_are_logged(configure: Configure, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
@@ -131,7 +132,7 @@ def parse_mesh(text: str) -> dict[str, int]:
             raise ValueError(f"has {part.strip()[:40]!r}; write {', '.join(f'{axis}=N' for axis in AXES)}")
         if name in sizes:
             raise ValueError(f"names {name} twice; remove one")
-        if not size.lstrip("-").isdigit() or (int(size) < 1 and int(size) != -1):
+        if not re.fullmatch(r"-1|0*[1-9][0-9]*", size):
             raise ValueError(f"gives {name} the size {size!r}; use 1 or more, or -1 for the rest of the devices")
         sizes[name] = int(size)
     if list(sizes.values()).count(-1) > 1:

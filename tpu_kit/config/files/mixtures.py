@@ -53,6 +53,8 @@ def mixed(key: str, value: Any, result: Translation, translated: Callable[[Mappi
     for number, entry in enumerate(entries, start=1):
         entry = dict(entry) if isinstance(entry, Mapping) else {"path": entry}
         fractions.append(entry.pop("fraction", None))
+        if not entry.get("path"):
+            result.problems.append(f"{key}[{number}]: it names no data set; give its path")
         if key == "pretraining_dataset":
             entry.setdefault("text_column", "text")
         of_entry = translated({f"{key}.{name}": item for name, item in entry.items()})
@@ -89,7 +91,7 @@ def _source(values: Mapping[str, Any]) -> dict[str, Any]:
 
 def _share(sources: Sequence[dict[str, Any]], shares: Sequence[Any], name: str, result: Translation) -> None:
     """Sets `tokens` of the sources to shares / their sum, and adds a note, or a problem if a share is not above 0."""
-    numbers = [share for share in shares if isinstance(share, int | float) and share > 0]
+    numbers = [share for share in shares if type(share) in (int, float) and share > 0]
     if len(numbers) < len(sources) or len(shares) != len(sources):
         few = f"lacks a share above 0 for some of the {len(sources)} data sets; give a share to all, or to none"
         result.problems.append(f"{name}: {show(list(shares))} {few}")
@@ -117,10 +119,10 @@ def factory_mix(values: dict[str, Any], result: Translation) -> None:
     folder = Path(str(values.get("dataset_dir") or "data"))
     named, listed = values.get("dataset"), _described(folder)
     names = [one.strip() for one in named.split(",")] if isinstance(named, str) else named
-    if listed is None or not isinstance(names, list) or not all(name in listed for name in names):
+    if listed is None or not isinstance(names, list) or not all(str(name) in listed for name in names):
         return
     sources = list[dict[str, Any]]()
-    for name in names:
+    for name in map(str, names):
         source, problem = _of_entry(folder, name, listed[name], str(values.get("stage")))
         sources.append(source)
         result.problems += [f"dataset: {name}, in {folder}/dataset_info.json: {problem}"] if problem else []
