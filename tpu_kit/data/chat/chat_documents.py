@@ -43,7 +43,11 @@ class Document(NamedTuple):
 def with_calls(
     messages: list[dict[str, Any]], change: Callable[[Mapping[str, Any]], dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Copies messages; merges the result of `change` into the function of every tool call."""
+    """Returns messages in which the function of every tool call is updated by the result of `change`.
+
+    `change` takes the function, with its name and arguments. No message is changed in place; messages without calls
+    are returned as they are.
+    """
     made = []
     for message in messages:
         calls = [
@@ -120,7 +124,7 @@ class ChatDocuments:
         return Document(text, spans, [self._reasoning[i] for i in turns])
 
     def _span_in_few_turns(self, text: str, before: int, i: int, last: tuple[int, int]) -> tuple[int, int] | None:
-        """Finds the range of reply `i` in the whole chat by rendering only the system turn and the last turns.
+        """Finds the characters of reply `i` in the whole chat by rendering only the system turn and the last turns.
 
         Args:
             text: rendering of the whole chat.
@@ -129,7 +133,7 @@ class ChatDocuments:
             last: range of the reply `before`.
 
         Returns:
-            The range; None if the template refuses the short chat or renders it differently.
+            Start and end; None if the template refuses the short chat or renders it differently.
         """
         messages, encoder = self._messages, self._encoder
         first = next(n for n, message in enumerate(messages) if message["role"] not in ("system", "developer"))
@@ -176,7 +180,7 @@ class ChatDocuments:
         return made
 
     def _as_last(self, i: int, message: dict[str, Any]) -> Document | None:
-        """Renders the chat up to reply `i` with `message` as that reply; None as `_document`."""
+        """Renders the chat up to reply `i` with `message` as this reply; None if prompt or reply are not kept whole."""
         prompt = self._prompt(i)
         text = self._text(i)
         if message is not self._messages[i]:
@@ -184,7 +188,10 @@ class ChatDocuments:
         return self._document(text, prompt, i, message)
 
     def _document(self, text: str, prompt: str, i: int, message: Mapping[str, Any]) -> Document | None:
-        """Makes a document of a rendering; None if it does not begin with the prompt, or `_is_kept` is false."""
+        """Makes a document of the rendering `text`, whose span is the reply after the prompt, up to its stop token.
+
+        None if the text does not begin with the prompt, or the reply lacks its reasoning or answer (`_is_kept`).
+        """
         stop, start = self._encoder.stop, len(prompt)
         at = text.rfind(stop, start, len(text) - len(self._encoder.rest)) if stop else -1
         end = at + len(stop) if at >= 0 else len(text)
@@ -193,7 +200,11 @@ class ChatDocuments:
         return Document(text, [(start, end)], [self._reasoning[i]])
 
     def _is_kept(self, text: str, prompt: str, i: int, message: Mapping[str, Any]) -> bool:
-        """Whether a rendered reply has its reasoning, then its answer, or closes a block that the prompt opens."""
+        """Whether the rendered reply `text` has the reasoning of reply `i`, then the answer in `message`.
+
+        For a reply without reasoning: whether it begins with the closing tag, or the prompt does not end in the opening
+        tag.
+        """
         reasoning, close = self._reasoning[i], self._config.think_close
         if not reasoning:
             return not self._is_opened(prompt) or text.lstrip().startswith(close)
@@ -249,7 +260,10 @@ class ChatDocuments:
         return Document(text, [(len(prompt), len(text))], [reasoning])
 
     def _check_said(self, text: str, messages: list[dict[str, Any]], first: int) -> None:
-        """Raises RowError if a text lacks a tool, a call or a content, except reasoning and replies before `first`."""
+        """Raises RowError if `text`, a rendering of `messages`, lacks a tool, a call or a content.
+
+        Reasoning may be absent, and replies before message `first` too.
+        """
         for i, message in enumerate(messages):
             said = message["content"] if isinstance(message.get("content"), str) else ""
             if message["role"] == "assistant":

@@ -77,7 +77,10 @@ class Encoder(PromptEncoder):
     layout: Layout
 
     def conversation(self, row: Mapping[str, Any]) -> Conversation:
-        """Reads a row; may raise RowError. Arguments of tool calls are objects, or JSON if the template needs that."""
+        """Reads a row, with the headers of its pictures; raises RowError if it, or a picture, cannot be used.
+
+        Arguments of tool calls are objects, or JSON texts if the chat template needs that.
+        """
         talk = conversation(row, self.layout, self.config)
         if talk.images:
             talk = talk._replace(images=tuple(map(self.images.files.picture, talk.images)))
@@ -102,9 +105,10 @@ class Encoder(PromptEncoder):
         return talk._replace(messages=as_text) if wrong and encoded is not None else talk
 
     def open_reasoning(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Enables reasoning in the tokenizer's chat template, with a warning, if its prompt closes it and rows have it.
+        """Changes the tokenizer's chat template so that its prompt leaves reasoning open, with a warning.
 
-        Leaves a template unchanged in which its switches do not help; `documents` then raises RowError.
+        Does so only if the prompt ends in the closing tag of the reasoning, and a reply with loss in `rows` has
+        reasoning. A template that its switches do not help stays as it is; `documents` then raises RowError.
         """
         plain, close = self.tokenizer.chat_template, self.config.think_close
         if not self._closes_reasoning() or not any(map(self._has_reasoning, rows)):
@@ -140,7 +144,8 @@ class Encoder(PromptEncoder):
     def prompt_ids(self, talk: Conversation) -> list[int]:
         """Returns the token ids of `prompt`, empty for an empty prompt; `PicturedIds` if it has pictures.
 
-        Only plain text gets the tokenizer's own special tokens; chats have the template's.
+        Only plain text gets the tokenizer's own special tokens, without EOS; chats have the template's. Raises RowError
+        if the template refuses the chat, or if its pictures are too few or take too many tokens.
         """
         asked = talk.asked
         if isinstance(asked, str):
@@ -213,7 +218,10 @@ class Encoder(PromptEncoder):
 
     @cached_property
     def header(self) -> str:
-        """The chat template's text between a question and its reply or reasoning tag; empty without a template."""
+        """The chat template's text between a question and its reply or reasoning tag, stripped.
+
+        Empty without a template, or if it refuses the test chat.
+        """
         if not self.tokenizer.chat_template:
             return ""
         turns = [{"role": "user", "content": f"{PROBE}1"}, {"role": "assistant", "content": f"{PROBE}2"}]

@@ -59,7 +59,8 @@ def ensure_chat_template(tokenizer: Any) -> bool:
 def freeze_date(template: str, day: str | None) -> str:
     """Returns a chat template whose `strftime_now` writes `day`, such as "2025-12-31"; None means today.
 
-    Adds a macro to the template, because transformers passes no functions of the caller to a template.
+    Adds a macro to the template, because transformers passes no functions of the caller to a template. Returns a
+    template without `strftime_now` unchanged.
     """
     if "strftime_now" not in template:
         return template
@@ -76,7 +77,7 @@ def plain_prompt(tokenizer: Any, text: str, special: SpecialText | None = None) 
     Args:
         tokenizer: the model's tokenizer.
         text: the text.
-        special: `PromptEncoder.special`, if the text of special tokens is encoded as text.
+        special: `PromptEncoder.special`, to encode the text of special tokens as text; None lets it become tokens.
     """
     if special:
         ids, _ = special.encode(text, special.ranges(text), add_special_tokens=True)
@@ -118,7 +119,11 @@ class PromptEncoder:
     def chat_ids(
         self, messages: list[dict[str, Any]], tools: list[Any] | None, prompt: bool = False, begun: bool = False
     ) -> list[int]:
-        """Returns the token ids of `render`, without special tokens that the tokenizer itself would add."""
+        """Returns the token ids of the text of `render`, which has the same arguments and errors.
+
+        Adds no special tokens of the tokenizer, such as a second BOS. With `splits`, the text of special tokens in
+        messages and tools is encoded as text.
+        """
         literal: tuple[tuple[int, int], ...] = ()
         if self.splits:
             hidden = self.render(self.special.hide(messages), self.special.hide(tools), prompt, begun)
@@ -130,9 +135,17 @@ class PromptEncoder:
     def render(
         self, messages: list[dict[str, Any]], tools: list[Any] | None, prompt: bool = False, begun: bool = False
     ) -> str:
-        """Renders a chat, with `prompt` up to the start of a reply, which with `begun` is the open last message.
+        """Renders a chat with the tokenizer's chat template.
 
-        Raises RowError if the template refuses the chat.
+        Args:
+            messages: the turns.
+            tools: definitions of tools; None without tools.
+            prompt: whether the text ends with the template's beginning of a reply, for the model to continue.
+            begun: whether the last message is the beginning of a reply: the text then ends with its content, and
+                `prompt` has no effect.
+
+        Raises:
+            RowError: the template refuses the chat.
         """
         if self.images is not None:
             messages = self.images.in_parts(messages, self.tokenizer)
@@ -184,7 +197,10 @@ class PromptEncoder:
 
     @cached_property
     def special(self) -> SpecialText:
-        """The texts of special tokens, and of added tokens that the chat template writes around turns."""
+        """The `SpecialText` of special tokens, and of added tokens that the chat template writes around turns.
+
+        The reasoning tags are not among them.
+        """
         written = ""
         if self.tokenizer.chat_template:
             turns = [{"role": role, "content": "a"} for role in ("user", "assistant", "user")]
@@ -197,9 +213,14 @@ class PromptEncoder:
     def encode_text(
         self, text: str, literal: Sequence[tuple[int, int]], add_special_tokens: bool
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Returns the token ids of a text and their character ranges; `literal` ranges get no special tokens.
+        """Returns the token ids of a text and a character range (start, end) per token.
 
         Switches off truncation and padding in the tokenizer's backend.
+
+        Args:
+            text: the text.
+            literal: character ranges, in order, in which the text of special tokens is encoded as text.
+            add_special_tokens: whether the tokenizer adds its own, such as BOS; their range is (0, 0).
         """
         if literal:
             return self.special.encode(text, literal, add_special_tokens)

@@ -64,7 +64,10 @@ def occurrences(documents: Documents, *, with_loss: bool = False) -> np.ndarray:
 
 
 def _rows(model: ModelConfig, size: int, numbers: list[int]) -> torch.Tensor | None:
-    """Reads rows of the input embeddings, (numbers, width) float32; None if there are no safetensors files."""
+    """Reads rows `numbers` of the input embeddings, (numbers, width) float32.
+
+    None if this machine has no readable safetensors files, or no embeddings with `size` rows in them.
+    """
     from safetensors import SafetensorError, safe_open
 
     folder = _folder(model)

@@ -21,12 +21,14 @@ from tokenizers import Tokenizer
 
 
 def special_names(tokenizer: Any, written: str, kept: Collection[str]) -> list[str]:
-    """Returns the texts of tokens that a row should not imitate, longest first.
+    """Returns the texts of special tokens that a row should not imitate, longest first.
+
+    Leaves out texts of only letters and digits, or only white space.
 
     Args:
         tokenizer: the tokenizer.
         written: a rendering of its chat template: added tokens in it count even if they are not special (DeepSeek).
-        kept: texts that rows may contain as tokens: the reasoning tags.
+        kept: texts that rows may contain as tokens: the reasoning tags. Tokens that are a part of them are left out.
     """
     added = tokenizer.added_tokens_decoder.values()
     names = {token.content for token in added if token.special or token.content in written}
@@ -89,7 +91,7 @@ class SpecialText:
         self._placeholders = {name: f"{self._mark}{number}z" for number, name in enumerate(names)}
 
     def find(self, value: Any) -> str:
-        """Returns the first text of a special token in a JSON value; empty if there is none."""
+        """Returns the text of the first special token in the texts and keys of a JSON value; empty if there is none."""
         found: list[str] = []
 
         def look(text: str) -> str:
@@ -125,7 +127,11 @@ class SpecialText:
     def encode(
         self, text: str, literal: Sequence[tuple[int, int]], add_special_tokens: bool
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Returns the token ids of a text and their character ranges; `literal` ranges get no special tokens."""
+        """Returns the token ids of a text and a character range (start, end) per token.
+
+        In the `literal` ranges, which are in order, the text of special tokens is encoded as text. `add_special_tokens`
+        is whether the tokenizer adds its own, such as BOS.
+        """
         edges = [(0, 0), *literal, (len(text), len(text))]
         special = [
             (*match.span(), self._placeholders[match[0]])

@@ -17,7 +17,7 @@ _SHOWN = 5  # tokens in the text
 
 
 def untrained_tokens(weight: torch.Tensor, ids: np.ndarray) -> np.ndarray:
-    """Returns the tokens whose rows of the output layer were never trained, (M,).
+    """Returns the tokens of `ids`, in order, whose rows of the output layer were never trained, (M,).
 
     Tokens that never occur in the training data get the same gradients, so their rows end nearly equal (Land and
     Bartolo, "Fishing for Magikarp", arXiv:2405.05417).
@@ -45,8 +45,9 @@ def describe_untrained(prepared: Prepared, weight: torch.Tensor, frozen: bool, l
     Args:
         prepared: the data.
         weight: weight of the base's output layer, (V, H), on the CPU.
-        frozen: whether the output layer stays as it is, as under adapters of other layers.
-        learned: ids of the tokens whose rows are trained nevertheless.
+        frozen: whether the output layer stays as it is, as under adapters of other layers; the text then advises
+            lora.tokens.
+        learned: ids of the tokens whose rows are trained nevertheless; they do not count.
     """
     if prepared.encoder is None or prepared.tasks:
         return ""
