@@ -38,7 +38,10 @@ _ENDED = "ended"  # file with the reason why the process has ended
 
 @contextlib.contextmanager
 def feeding(stream: TextStream, place: Place) -> Iterator[TextStream]:
-    """Starts the process; yields the stream with the folder that replicas read; ends it, deletes the folder."""
+    """Starts a process, which runs `feed_by_processes` from `place` on with a new temporary folder.
+
+    Yields a copy of the stream with that folder, for the replicas. At the end kills the process, deletes the folder.
+    """
     cache = Path(datasets_config.HF_DATASETS_CACHE) / "tpu_kit"
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="stream-", dir=cache, ignore_cleanup_errors=True) as name:
@@ -82,8 +85,8 @@ def _start(payload: bytes) -> tuple[int, Callable[[], int]]:
 def feed(stream: TextStream, place: Place, folder: Path, encoded: Ahead | None = None) -> None:
     """Writes whole shards to `folder`, from a place on, epoch after epoch; `encoded` is as in `TextStream.write`.
 
-    After a shard, waits until all replicas have begun it, and deletes the shard before. If a shard cannot be made,
-    writes the error to a file for `shards_from` and returns.
+    After a shard, waits until all replicas have begun it, and deletes the shard before. Returns only if a shard cannot
+    be made: it then writes the error to a file for `shards_from`.
     """
     number = place.epoch * stream.count + place.shard
     while True:

@@ -63,7 +63,8 @@ def open_stream(config: DataConfig, tokenizer: Any) -> tuple[TextStream, list[Re
     """Lists the shards of a stream and makes its encoder for format text.
 
     Returns:
-        The stream, and the first rows of its first shard: the held-out rows and 1,000 more (of JSON and CSV 1 MiB).
+        The stream, and the first rows of its first shard: the held-out rows and up to 1,000 more, of JSON and CSV only
+        up to 1 MiB more.
 
     Raises:
         ValueError: as `Shards.find` and `encoder_of`, or the first shard has no rows or no text.
@@ -144,7 +145,7 @@ def prepare_stream(config: DataConfig, tokenizer: Any) -> Prepared:
 
 
 def _packed(stream: TextStream, documents: Sequence[tuple[int, Example]]) -> PackedDataset:
-    """Packs documents, which have their row numbers."""
+    """Packs documents, given as (row number, document)."""
     ids, masks = ([getattr(one, name) for _, one in documents] for name in Example._fields)
     lengths = np.array([len(each) for each in ids])
     arrays = np.concatenate(ids).astype(np.int32), np.concatenate(masks).astype(bool)
@@ -156,7 +157,7 @@ def _packed(stream: TextStream, documents: Sequence[tuple[int, Example]]) -> Pac
 def _report(
     stream: TextStream, documents: Sequence[tuple[int, Example]], records: Sequence[Record]
 ) -> StreamReport:  # fmt: skip
-    """Counts documents, which have the numbers of their rows in `records`; the caller adds the text of the shards."""
+    """Counts documents, given as (row number in `records`, document); the caller adds the text of the shards."""
     by_row = dict[int, int]()
     for row, document in documents:
         by_row[row] = by_row.get(row, 0) + len(document.input_ids)
@@ -177,7 +178,10 @@ def _special(stream: TextStream, record: Record) -> str:
 
 
 def _shards_text(stream: TextStream, sample: Sequence[tuple[int, Example]], records: Sequence[Record]) -> str:
-    """Describes the number and size of the shards, and their tokens, estimated from the documents in `sample`."""
+    """Describes the number and size of the shards, and their tokens, estimated from the documents in `sample`.
+
+    `records` are the first rows of the stream; `sample` has the documents of the rows that are not held out.
+    """
     shards, first = stream.shards, stream.shards.all[0]
     counts = f"{stream.count:,} of {len(shards.files):,} file{'s' if len(shards.files) > 1 else ''}"
     text = f"{counts}, {shards.size / MIB:,.1f} MiB"

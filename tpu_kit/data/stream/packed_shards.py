@@ -191,7 +191,10 @@ class TextStream:
         return ((block, self.encode_all(block)) for block in blocks)
 
     def read(self, number: int, folder: Path) -> PackedShard:
-        """Maps the files of shard `number`, which `write` has written; its order of training depends on the epoch."""
+        """Maps the files of shard `number` in `folder`, to which `write` has written them.
+
+        The order of training depends on seed, epoch and shard; without `data.shuffle` it is the order of the rows.
+        """
         config, pad_id = self.encoder.config, self.encoder.tokenizer.pad_token_id or 0
         arrays = {name: np.memmap(folder / name, kind, "r") for name, kind in _ARRAYS.items()}
         order = arrays.pop("order"), arrays.pop("counts")

@@ -131,8 +131,10 @@ class Shards:
     def records(self, shard: Shard, columns: Sequence[str]) -> Iterator[Record]:
         """Yields the rows of a shard; rows of parquet have only these columns, other rows have all columns.
 
+        A row of JSON or CSV that cannot be read has a `Record.problem`.
+
         Raises:
-            ValueError: the file cannot be read, or lacks a column.
+            ValueError: the file cannot be read, or is parquet and lacks a column.
         """
         path, part, parts = shard.file.path, shard.part, shard.file.parts
         if self.kind == "parquet":
