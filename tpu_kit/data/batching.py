@@ -125,11 +125,16 @@ def best_fill(lengths: np.ndarray, row_length: int) -> tuple[np.ndarray, np.ndar
 def filled_rows(
     by_size: np.ndarray, starts: np.ndarray, fullest: Callable[[list[int], int], dict[int, int]]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Assigns documents to rows by a rule for the fullest row; returns the same two arrays as `best_fill`.
+    """Assigns documents to rows by the rule `fullest`, which chooses the documents of the next row.
 
-    `by_size` has document numbers, smallest first; `starts` has the index in it of the first document of every size.
-    `fullest(left, largest)` takes the number of documents left of every size, and the index of the largest size left.
-    It returns the documents of the next row as index of size -> number, with at least one of the largest size.
+    Args:
+        by_size: document numbers, smallest documents first; at least one.
+        starts: index in `by_size` of the first document of every size.
+        fullest: takes the number of documents left of every size, and the index of the largest size left. Returns the
+            documents of a row as index of size -> number of documents, with at least one of the largest size.
+
+    Returns:
+        As `best_fill`: the document numbers in the order of the rows, and the number of documents per row (int64).
     """
     taken, left = starts.tolist(), np.diff(np.r_[starts, len(by_size)]).tolist()
     rows: list[np.ndarray] = []
@@ -185,7 +190,10 @@ class Grouping:
     turns: bool
 
     def arranged(self, order: np.ndarray) -> np.ndarray:
-        """Returns the row numbers `order` by group, or in turns of the groups; rows of a group keep their order."""
+        """Returns the row numbers `order` by group, or in turns (a row of group 0, a row of group 1, ...).
+
+        Groups are in the order of their numbers; rows of a group keep their order.
+        """
         groups = self.of_rows[order]
         by_group = np.argsort(groups, kind="stable")
         if not self.turns:
@@ -248,9 +256,10 @@ class PackedDataset:
         return self.documents.input_ids[part], self.documents.loss_mask[part]
 
     def column(self, values: np.ndarray) -> Callable[[np.ndarray], torch.Tensor]:
-        """Makes an entry of `columns` from a number per token: (tokens,), of all documents in order, without gaps.
+        """Makes an entry of `columns` from a value per token: (tokens,), for all documents in order, without gaps.
 
-        It takes row numbers (-1 is empty), and returns a CPU tensor (rows, length) like `values`, 0 in empty slots.
+        The entry takes row numbers (-1 is an empty row), and returns their values as a CPU tensor (rows, length) of the
+        same dtype, 0 in empty slots.
         """
         starts = np.cumsum(self.documents.lengths) - self.documents.lengths
 
@@ -317,10 +326,10 @@ class PackedDataset:
 def permutation(
     rows: int, seed: int, epoch: int, shuffle: bool = True, grouping: Grouping | None = None, shard: int = 0
 ) -> np.ndarray:
-    """Returns the order of rows in an epoch, or in a shard of a stream's epoch: (rows,) int64, read-only.
+    """Returns the order of rows in an epoch, or in shard `shard` of a stream's epoch: (rows,) int64, read-only.
 
-    `rows` is their number; without `shuffle` they keep their order; then `grouping` arranges them. Sorts raw output of
-    a bit generator, which is the same in all versions of NumPy, unlike `Generator.permutation`.
+    `rows` is their number. `seed`, `epoch` and `shard` decide a random order; without `shuffle` rows keep their order.
+    Then `grouping` arranges them. Sorts raw output of a bit generator, which is the same in all versions of NumPy.
     """
     order = np.arange(rows)
     if shuffle:
@@ -338,8 +347,8 @@ def eval_batches(
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Yields this process's part of all rows, or of the row numbers in `chosen`, in order, as batches of `tensors`.
 
-    The rows are divided over `data_size` shards; a batch has `batch_size` rows for each shard number in `shards`, which
-    are the shards of this process. Empty rows fill the last batch, so that all shards have equally many batches.
+    Every step takes the next `data_size * batch_size` rows; empty rows fill the last step. Shard n, from 0, gets block
+    n of `batch_size` rows. A batch has the blocks of the shard numbers in `shards`, the shards of this process.
     """
     chosen = np.arange(len(dataset)) if chosen is None else chosen
     count = -(-len(chosen) // (batch_size * data_size))
@@ -448,7 +457,8 @@ def shard_rows(rows: np.ndarray, update: Update, plan: BatchPlan, shards: Sequen
 def _passes(step: int, plan: BatchPlan, optim: OptimConfig) -> int:
     """Returns the passes of a step (from 1): every `batch_growth_steps` steps they grow by a factor, rounded down.
 
-    `batch_growth_max` limits the rows of an update over all replicas; never fewer passes than in the plan.
+    `batch_growth_max` limits the rows of an update over all replicas; never fewer passes than in the plan. A null
+    `batch_growth_steps` means no growth, a null `batch_growth_max` no limit.
     """
     passes = plan.gradient_accumulation
     if optim.batch_growth_steps is None:
@@ -474,7 +484,8 @@ def learning_rate(step: int, total_steps: int, optim: OptimConfig, growth: float
         step: number of the step, from 1.
         total_steps: steps of the whole run.
         optim: the schedule.
-        growth: ratio of the batch size to the first batch size; `batch_growth_lr` says how it scales the rate.
+        growth: ratio of the batch size to the first batch size. `batch_growth_lr` multiplies the peak by it ("linear"),
+            by its square root ("sqrt") or not ("none").
     """
     warmup = optim.warmup_steps or math.ceil(optim.warmup_ratio * total_steps)
     done = step - 1

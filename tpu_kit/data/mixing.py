@@ -133,8 +133,8 @@ def tokenize_sources(
         data: the section.
         tokenizer: the tokenizer; its chat template may change, as in `opened_source`.
         split: split of all sources for evaluation, overriding theirs; only the first of sources with the same rows is
-            kept then. Without a split, such sources are an error.
-        like: layouts of the training rows, by source.
+            kept then. None means their own splits; sources with the same rows are then an error.
+        like: layouts of the training rows, one per source, also for a single source.
         processor: as in `opened_source`.
 
     Raises:
@@ -195,9 +195,10 @@ class Epoch(NamedTuple):
     of_stage: int = 1
 
     def packed(self, fill: Callable[[np.ndarray], Packed]) -> tuple[Packed, Grouping | None]:
-        """Packs the documents by group; `fill` packs some documents and returns their indices in its argument.
+        """Packs the documents; a packed row has documents of a single group.
 
-        Returns the packing, with numbers of `documents`, and the order of packed rows by group; None without `order`.
+        `fill` takes document numbers, and returns `Packed` with indices in its argument in place of document numbers.
+        Returns the packing, as `Packed`, and the order of the packed rows for `permutation`; None without `order`.
         """
         if self.groups is None:
             order, counts = fill(self.documents)
@@ -222,7 +223,9 @@ def apart(tokens: Tokenized, used: np.ndarray) -> Epoch:
 
 
 def epoch_of(tokens: Tokenized, used: np.ndarray, data: DataConfig) -> Epoch:
-    """Chooses the documents of an epoch by the weights and shares of their sources, and arranges them.
+    """Chooses the documents of an epoch, repeated by the weights and shares of their sources.
+
+    Groups them for packing and order by `pack_apart`, `order` and `curriculum` of the section.
 
     Args:
         tokens: the documents.
@@ -356,7 +359,8 @@ def _stages(values: np.ndarray, lengths: np.ndarray, tokens: int) -> np.ndarray:
 def rows_of_epoch(tokens: Tokenized, chosen: np.ndarray, epoch: Epoch) -> np.ndarray:
     """Returns the sorted numbers of the rows that a run samples from.
 
-    Without a mix they are the distinct rows of the mask `chosen`; in a mix a row occurs as often as in `epoch`.
+    Without a mix they are the distinct rows of the documents that the bool mask `chosen` marks. In a mix, a row occurs
+    as often as in `epoch`.
     """
     rows = tokens.documents.source_rows
     if not isinstance(tokens, Mixed):
@@ -372,7 +376,10 @@ def mix_of(tokens: Tokenized) -> Mix | None:
 
 
 def fill_of(lengths: np.ndarray, data: DataConfig) -> Callable[[np.ndarray], Packed]:
-    """Makes the argument `fill` of `Epoch.packed`; `lengths` has the tokens of every document, by its number."""
+    """Makes the argument `fill` of `Epoch.packed`; `lengths` has the tokens of every document, by its number.
+
+    It packs by `best_fill` into rows of `max_length`; without `data.packing`, a row is a single document, in order.
+    """
 
     def fill(documents: np.ndarray) -> Packed:
         every = np.arange(len(documents))
@@ -441,7 +448,7 @@ def count_sources(tokens: Tokenized, used: np.ndarray, documents: np.ndarray) ->
 
 
 def sources_table(sources: Sequence[SourceCounts]) -> list[str]:
-    """Returns the report's lines about the sources of a mix, with a warning above a repetition of `MOST_TIMES`."""
+    """Returns the report's lines about one or more sources of a mix; warns of rows repeated more than `MOST_TIMES`."""
     tokens, loss = (sum(counts) for counts in zip(*((one.tokens, one.loss_tokens) for one in sources), strict=True))
     rows: list[dict[str, object]] = [
         {

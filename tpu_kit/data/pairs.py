@@ -75,7 +75,7 @@ class PairLayout(NamedTuple):
 
     @classmethod
     def of(cls, config: TrainConfig) -> PairLayout | None:
-        """Returns the layout of a run; None for a run without pairs. Reads the model's configuration."""
+        """Returns the layout of a run; None for a run without pairs. Reads the model's shape; may raise ValueError."""
         if not config.on_pairs:
             return None
         from tpu_kit.model.shape_cache import read_shape
@@ -135,6 +135,9 @@ def columns_of_pair(
     chosen: Conversation, documents: Sequence[Document], example: Example, encoder: Encoder
 ) -> dict[str, Any]:
     """Returns the columns of a tokenised pair: both texts, the chosen first; `as_units` truncates the replies.
+
+    They are input_ids, loss_mask, full_length, whole_length, pair (`PairTokens`), special (text of a special token)
+    and reasoning, counted in the chosen reply.
 
     Args:
         chosen: the conversation with the chosen reply; its `rejected` has the other reply.
@@ -215,7 +218,8 @@ def _flat(documents: Documents) -> tuple[np.ndarray, np.ndarray]:
 def as_units(tokens: Tokenized, shares: bool) -> tuple[Tokenized, PairCounts]:
     """Makes units of at most `data.max_length` tokens from tokenised pairs; leaves out pairs with nothing to learn.
 
-    Truncates the end of the longer reply first, and never the prompt. With `shares`, a unit has a single prompt.
+    Truncates the end of the longer reply first, and never the prompt. There is nothing to learn if both replies are the
+    same, or no token of a reply is left. With `shares`, they share a prompt; without, they have their own copies.
     Returns the units, whose `documents.pairs` has the fields of `Unit`, and counts of all pairs.
 
     Raises:
@@ -271,7 +275,10 @@ def as_units(tokens: Tokenized, shares: bool) -> tuple[Tokenized, PairCounts]:
 
 
 def as_chosen(tokens: Tokenized) -> Tokenized:
-    """Makes documents of up to `data.max_length` tokens from the chosen (or good labelled) replies."""
+    """Makes documents from the chosen replies with their prompts, cut to `data.max_length` tokens.
+
+    Leaves out rejected replies and replies labelled as bad, and says so in the layout's notes.
+    """
     documents, encoder = tokens.documents, tokens.encoder
     assert documents.pairs is not None
     whole = documents.pairs[:, PairTokens._fields.index("chosen")].astype(np.int64)
@@ -298,7 +305,7 @@ def with_pairs(tokens: Tokenized, layout: PairLayout | None) -> tuple[Tokenized,
 
 
 def with_reply(dataset: PackedDataset, number: int) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the token ids and the loss mask of a document; for a pair, the prompt with the chosen reply."""
+    """Returns token ids (int32) and loss mask (bool) of document `number`; for a pair, prompt and chosen reply only."""
     ids, mask = dataset.document(number)
     if dataset.documents.pairs is None:
         return ids, mask

@@ -157,7 +157,10 @@ class Prepared:
         return "" if self.eval_mix is None else self.eval_mix.names[int(self.eval_mix.of(self.eval_numbers[row]))]
 
     def eval_parts(self) -> dict[str, np.ndarray]:
-        """Returns the row numbers of `eval` by source of a mix that has any; without a mix, all under the name ""."""
+        """Returns the numbers of the rows of `eval`, which is not None, by the name of their source in a mix.
+
+        Leaves out sources without rows. Without a mix, all numbers are under the name "".
+        """
         assert self.eval is not None
         rows = np.arange(len(self.eval))
         if self.eval_mix is None:
@@ -210,7 +213,7 @@ def prepare(
         config: the data section.
         tokenizer: a fast Hugging Face tokenizer (None for the synthetic source); without a chat template it gets
             `chat_template.DEFAULT_TEMPLATE` if the rows are chats.
-        vocab_size: rows of the model's embedding, for the synthetic source.
+        vocab_size: rows of the model's embedding, required for the synthetic source, else unused.
         run: questions of a finished run that is evaluated: its held-out questions are held out too, and rows with a
             question that it was trained on are left out of the evaluation and counted.
         learned: int64, prompts that the run's starting adapter was trained on: never held out, and counted as trained.
@@ -309,7 +312,10 @@ def _fingerprint_of(packed: PackedDataset, config: DataConfig) -> str:
 
 
 def _synthetic(config: DataConfig, vocab_size: int | None) -> Prepared:
-    """Makes `synthetic_rows` rows of `max_length` random tokens with loss from the seed; needs `vocab_size`."""
+    """Makes `synthetic_rows` rows of `max_length` random tokens with loss from the seed.
+
+    Raises ValueError if `vocab_size` is None.
+    """
     if vocab_size is None:
         raise ValueError("data.source=synthetic needs the size of the model's vocabulary, which is not known here")
     count, length = synthetic_rows(config.split), config.max_length
@@ -358,9 +364,9 @@ def _pack(
     Args:
         tokens: the documents.
         chosen: bool (documents,), whether a document is chosen.
-        arrange: makes the epoch from the usable documents.
+        arrange: makes the epoch from `tokens` and the bool mask of the usable documents.
         slots: largest number of image slots of any document.
-        room: image slots of a row, if known.
+        room: image slots of a row; None chooses the number.
         **counts: further counts of the report.
 
     Raises:

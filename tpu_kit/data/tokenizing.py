@@ -222,7 +222,7 @@ class Tokenized:
         return len(np.unique(self.documents.source_rows[chosen]))
 
     def raw_rows(self, numbers: np.ndarray) -> RawRows:
-        """Returns rows by their numbers in the source, in the given order, with their prompts."""
+        """Returns usable rows by their numbers in the source, in the given order, with their prompts."""
         encoder, layout = self.encoder, self.encoder.layout
         names = [name for name in self.rows.column_names if name not in (LOCATION, PROBLEM)]
         stored = list(self.rows.select(numbers).select_columns(names))
@@ -356,10 +356,11 @@ def _is_stale(columns: Any, encoder: Encoder) -> bool:
 def encoder_of(
     rows: Dataset, tokenizer: Any, config: DataConfig, source: str, like: Layout | None, processor: Any
 ) -> Encoder:
-    """Makes the encoder of rows by their columns and values; arguments as in `opened_source`.
+    """Makes the encoder of rows by their columns and values; `like` and `processor` as in `opened_source`.
 
-    For chats, may set the tokenizer's chat template (`ensure_chat_template`) or change it (`open_reasoning`). Raises
-    ValueError if the columns fit no format, a setting does not fit the rows, or the tokenizer lacks an eos token.
+    `source` is named in errors; image paths of the rows are relative to its folder. For chats, may set the tokenizer's
+    chat template (`ensure_chat_template`) or change it (`open_reasoning`). Raises ValueError if the columns fit no
+    format, a setting does not fit the rows, or the tokenizer lacks an eos token.
     """
     columns = [column for column in rows.column_names if column not in (LOCATION, PROBLEM)]
     try:
@@ -473,7 +474,7 @@ def _rendered(row: _Row, encoder: Encoder) -> _Row:
 
 
 def _encoded(row: _Row, encoder: Encoder) -> _Row:
-    """Adds the documents' tokens, with the tokens of their images, and the columns of their images."""
+    """Adds the documents' tokens, with the tokens of their images, and the images' columns; may raise RowError."""
     encoded = list[tuple[Example, dict[str, Any]]]()
     for document in row.documents:
         example, pictures = encoder.encode(document), dict[str, Any]()
@@ -509,7 +510,10 @@ def _entries(row: _Row, encoder: Encoder) -> list[dict[str, Any]]:
 
 
 def split_text(example: Example, config: DataConfig) -> list[Example]:
-    """Cuts a text into examples of up to max_length tokens, whose first token has no loss; avoids single tokens."""
+    """Cuts a text into examples of up to `data.max_length` tokens, whose first token has no loss.
+
+    If a single token would be left at the end, the last example also takes a token of the example before.
+    """
     count, length = len(example.input_ids), config.max_length
     cuts = list(range(0, count, length))
     if len(cuts) > 1 and count - cuts[-1] == 1:
