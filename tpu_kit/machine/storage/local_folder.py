@@ -23,9 +23,10 @@ class LocalFolder:
         return self.path / name
 
     def list(self, folder: str = "") -> dict[str, tuple[int, str]]:
-        """Maps the names of all files, or of those below `folder`, to (bytes, ""): a disk computes no digests.
+        """Maps the names of all files, or of the files below `folder`, to (bytes, ""): a disk computes no digests.
 
-        Follows symbolic links. Raises OSError if a folder cannot be read.
+        Names are relative to this object's folder. Empty if the folder does not exist. Follows symbolic links. Raises
+        OSError if a folder cannot be read.
         """
         found, seen = {}, set()
         for parent, folders, names in os.walk(self.path / folder, onerror=_unless_gone, followlinks=True):

@@ -73,10 +73,10 @@ class ObjectFolder:
         return f"{self.url}/{name}"
 
     def list(self, folder: str = "") -> dict[str, tuple[int, str]]:
-        """Maps the names of all objects, or of those below `folder`, to (bytes, MD5).
+        """Maps the names of all objects, or of the objects below `folder`, to (bytes, MD5 in hex digits).
 
-        The store computes the MD5; it is empty for objects composed of several others. Raises OSError if a name would
-        lead out of the folder that a copy is written to.
+        Names are relative to the URL. Empty if there are no objects. The store computes the MD5; it is empty for an
+        object composed of several others. Raises OSError if a name would lead out of the folder of a copy.
         """
         with self._explained():
             try:
@@ -96,7 +96,7 @@ class ObjectFolder:
         return {name: about for name, about in objects.items() if not f"/{name}".endswith("/")}  # a folder's marker
 
     def names(self, folder: str = "") -> Sequence[str]:
-        """Lists a folder without its subfolders' contents; folder names end in "/". Empty if it does not exist."""
+        """Lists the names in a folder, without subfolders' contents; folders end in "/". Empty if it does not exist."""
         root = f"{self._root}/{folder}".rstrip("/")
         with self._explained():
             try:
@@ -123,7 +123,7 @@ class ObjectFolder:
         return {name: content for name, content in zip(names, contents, strict=True) if isinstance(content, bytes)}
 
     def create(self, name: str, content: bytes) -> None:
-        """Makes an object; raises FileExistsError if it exists, so only the first of several writers succeeds."""
+        """Makes an object; FileExistsError if it exists with other content: the first of several writers wins."""
         try:
             with self._explained():
                 self._files.pipe_file(f"{self._root}/{name}", content, mode="create")
@@ -138,7 +138,7 @@ class ObjectFolder:
             self._files.pipe_file(f"{self._root}/{name}", content)
 
     def put(self, file: Path, name: str) -> None:
-        """Uploads a file as object `name`. A broken upload leaves no object and is repeated once."""
+        """Uploads a file as object `name`, new or replaced. A broken upload leaves no object and is repeated once."""
         options = {"chunksize": PART_BYTES} if self.url.startswith(("gs://", "gcs://")) else {}
         for last in (False, True):
             try:
@@ -150,7 +150,7 @@ class ObjectFolder:
                     raise
 
     def get(self, name: str, file: Path) -> None:
-        """Downloads an object to `file`, in an existing folder."""
+        """Downloads an object to the local file `file`, new or replaced, in an existing folder."""
         try:
             with self._explained(name):
                 self._files.get_file(f"{self._root}/{name}", str(file))
@@ -173,7 +173,10 @@ class ObjectFolder:
 
     @contextlib.contextmanager
     def _explained(self, name: str | None = None) -> Iterator[None]:
-        """Raises the errors of a block by `_explain`; with the `name` of an object, keeps FileNotFoundError."""
+        """Converts the errors of a block to OSError with advice; keeps FileExistsError and errors of code (`_BUGS`).
+
+        With the `name` of an object, keeps FileNotFoundError too.
+        """
         try:
             yield
         except (FileExistsError, *_BUGS):
@@ -217,7 +220,8 @@ def upload(folder: Path, url: str) -> None:
 def at_hand(place: Path | str, *names: str) -> Iterator[Path]:
     """Yields a local folder: `place` itself, or a temporary copy of the objects below a URL.
 
-    Copies the objects and folders in `names`, by default all; skips missing names.
+    A local `place` is yielded as an absolute path, even if it does not exist. From a URL, copies the objects and
+    folders in `names`, by default all; skips missing names.
 
     Raises:
         ValueError: the object store cannot be read. In a ValueError of the block, the URL replaces the copy's path.

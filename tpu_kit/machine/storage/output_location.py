@@ -32,7 +32,10 @@ class Place:
 
 
 def find_place(config: TrainConfig, at: Machine | None = None) -> Place:
-    """Chooses a run's output folder on the machine `at` (default: this machine); an `output_dir` that is set stays."""
+    """Chooses a run's output folder on the machine `at` (default: this machine); an `output_dir` that is set stays.
+
+    Makes no folder and prints nothing.
+    """
     at = at or Machine()
     given = config.output_dir
     if given is not None and "://" in given:
@@ -84,10 +87,11 @@ def _on_kaggle(given: str | None, run_name: str, at: Machine) -> Place:
 
 
 def fetch_run(place: Place, run_name: str, at: Machine | None = None) -> None:
-    """Copies a run from a Kaggle notebook's inputs to the run's output folder, if that has no checkpoints.
+    """Copies a run from a Kaggle notebook's inputs to its local output folder; elsewhere does nothing.
 
-    Searches the inputs for checkpoint manifests, up to eight folder levels deep; checkpoints contain their run's name.
-    If several runs have the name `run_name`, copies the run with the most updates. Prints runs of other names.
+    Does nothing if that folder has checkpoints. Searches the inputs for checkpoint manifests, up to eight folder levels
+    deep; checkpoints contain their run's name. If several runs have the name `run_name`, copies the run with the most
+    updates. If none has it, prints the runs of other names.
     """
     at = at or Machine()
     target = Path(place.output_dir)
@@ -194,11 +198,14 @@ def set_results_aside(config: TrainConfig) -> None:
 
 
 def upload_results(config: TrainConfig, adapter_dir: str = "") -> None:
-    """Uploads a run's local files to its object store, which already has the checkpoints; raises ValueError.
+    """Uploads a run's local files to its object store, which already has the checkpoints.
 
     Args:
-        config: the run.
-        adapter_dir: folder of the run's adapter; if empty, only the other files are uploaded.
+        config: the run, whose output folder is in an object store.
+        adapter_dir: local folder of the run's adapter; if empty, only the other files are uploaded.
+
+    Raises:
+        ValueError: an upload failed.
     """
     assert config.remote is not None
     try:

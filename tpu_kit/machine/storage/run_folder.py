@@ -64,7 +64,10 @@ def adapter_of(place: Path | str) -> Path | str:
 
 @contextlib.contextmanager
 def adapter_at_hand(place: Path | str | None) -> Iterator[Path | None]:
-    """Yields the local folder of the adapter that `adapter_of` finds, or a temporary copy of a URL's; None for None."""
+    """Yields the local folder of the adapter that `adapter_of` finds, or a temporary copy of a URL's; None for None.
+
+    Raises ValueError as `find_run`, or if the run has no adapter yet.
+    """
     if place is None:
         yield None
         return
@@ -85,7 +88,10 @@ def _name(place: Path | str) -> str:
 
 
 def names_in(place: Path | str) -> set[str]:
-    """Returns the names in a folder, if it exists, or at a URL (else ValueError); folder names end in "/"."""
+    """Returns the names in a local folder, empty if it does not exist, or at a URL; folder names end in "/".
+
+    Raises ValueError if the object store cannot be read.
+    """
     if is_url(place):
         try:
             found = ObjectFolder(str(place)).list()
