@@ -58,7 +58,10 @@ class Calibration:
         return [text for text in (str(self), self.ignored) if text]
 
     def apply(self, config: TrainConfig) -> tuple[TrainConfig, list[str]]:
-        """Returns a copy of `config` without `auto` for a kernel or loop that failed, and a warning per change."""
+        """Returns a copy of `config` in which `auto` avoids a kernel or loop that failed, and a warning per change.
+
+        If the splash kernel failed, `model.attention` becomes "sdpa"; if the loop failed, `optim.scan_layers` "off".
+        """
         warnings = []
         if config.model.attention == "auto" and self.splash:
             config = replace(config, model=replace(config.model, attention="sdpa"))
@@ -69,7 +72,7 @@ class Calibration:
         return config, [f"{warning}; see {self.report}, and run {_AGAIN}" for warning in warnings]
 
     def save(self) -> None:
-        """Writes the file atomically; prints a note if the cache is not writable."""
+        """Writes or replaces the device's file in the user's cache; prints a note if the cache is not writable."""
         path = _path(self.device)
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

@@ -28,10 +28,11 @@ def _folder(config: TrainConfig) -> Path:
 
 
 def model_bytes(config: TrainConfig) -> tuple[float | None, bool]:
-    """Returns the bytes of the base weights before they are quantized, and whether the model is a folder here.
+    """Returns the bytes of the base weights before they are quantized, and whether `model.name` is a folder here.
 
-    A folder counts its safetensors files, or else its .bin files; a GGUF file counts four times its size, from 4 bits
-    to 16. A hub id, also in the cache, counts the number in its name ("8B") times 2 bytes, 4 in fp32; None without it.
+    A folder counts its safetensors files, or else its .bin files; with `model.gguf_file`, it counts this file times
+    four, from 4 bits to 16. A hub id, also in the cache, counts the number in its name ("8B") times 2 bytes, 4 in fp32;
+    the bytes are None for a name without such a number.
     """
     name, gguf, folder = config.model.name, config.model.gguf_file, _folder(config)
     if folder.is_dir():
@@ -69,7 +70,7 @@ def loading_bytes(config: TrainConfig, sharded: bool = False) -> float | None:
 
 
 def cast_bytes(config: TrainConfig) -> float:
-    """Returns the bytes of bf16 weights that the host holds while it quantizes fp8 files; 0 if not known.
+    """Returns the bytes of bf16 weights that the host holds while it quantizes fp8 files; 0 if none or not known.
 
     Other weights are rounded one tensor at a time. Nothing is cast if `model.quant_cache` has the integers already.
     """
@@ -110,9 +111,10 @@ def _count(folder: Path) -> tuple[float, float, float, float] | None:
 
 
 def check_memory(at: Machine, config: TrainConfig, replicas: int) -> Check:
-    """Checks that host memory holds a model per replica at the start: else the kernel kills a replica (SIGKILL).
+    """Checks that free host memory holds a model per replica at the start: else the kernel kills a replica (SIGKILL).
 
-    "ok" also if the model's size is not known; "skipped" if the free memory is not known.
+    `replicas` is their number on this host. "failure" if it does not; "ok" also if the model's size is not known;
+    "skipped" if the free memory is not known.
     """
     free = free_memory(at)
     if free is None:
@@ -138,11 +140,11 @@ def check_memory(at: Machine, config: TrainConfig, replicas: int) -> Check:
 
 
 def check_disk(at: Machine, config: TrainConfig) -> Check:
-    """Checks the free disk space for the weights to download and for the checkpoints.
+    """Checks the free disk space for the weights to download and for the checkpoints: else a "failure".
 
     A checkpoint of full fine-tuning counts 5 times the bf16 weights (2 bytes a parameter, and 8 for AdamW's moments).
     While a checkpoint is written, the disk holds `keep + 1`. Existing checkpoints need no more space. Adapters and logs
-    count 1 GiB; the check only warns if that alone is missing.
+    count 1 GiB, and a download of unknown size; the check only warns if that alone is missing.
     """
     size, local = model_bytes(config)
     kept = 0 if config.remote else config.checkpoint.keep  # an object store has them

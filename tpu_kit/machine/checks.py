@@ -233,7 +233,10 @@ def replaced_modules(version: Version) -> Iterator[str]:
 
 
 def check_process(machine: Machine) -> Check:
-    """Checks that this process can launch: loaded packages equal installed ones, XLA runtime not initialised."""
+    """Checks that this process can launch: loaded packages equal installed ones, XLA runtime not initialised.
+
+    Else it is a "failure", and the fix restarts the process.
+    """
     if replaced := "; ".join(replaced_modules(machine.version)):
         return Check("This process", "failure", replaced, restart())
     # Asks only a loaded module; the call initialises nothing.
@@ -257,7 +260,11 @@ def restart() -> str:
 
 
 def check_tpu(machine: Machine, asked: bool) -> Check:
-    """Checks that this user can open the chips on the PCI bus; without chips, fails only if `asked` for."""
+    """Checks that this user can open the chips on the PCI bus, else a "failure".
+
+    Without chips: "failure" if `asked`, which means that the run needs a TPU; "warning" if the environment names a TPU,
+    else "skipped".
+    """
     tpus, nodes = machine.tpus(), machine.nodes()
     named = next(filter(None, map(machine.environ.get, TPU_NAMES)), None)
     if not tpus:
@@ -280,9 +287,9 @@ def check_gpu(machine: Machine, wanted: bool, seen: int) -> Check:
     """Checks that PyTorch sees the GPUs of NVIDIA's driver, or warns: `device_type=auto` would train on the CPU.
 
     Args:
-        machine: a machine with GPUs.
-        wanted: whether the run should use the GPUs.
-        seen: number of GPUs that PyTorch sees, if they are wanted.
+        machine: a machine with at least one GPU.
+        wanted: whether the run should use the GPUs; if not, the check is "skipped".
+        seen: number of GPUs that PyTorch sees, if they are wanted, else 0.
     """
     gpus, driver = machine.gpus(), re.search(r"\s(\d+\.[\d.]+)\s", machine.read("proc/driver/nvidia/version"))
     found = f"{len(gpus)} x {gpus[0]}" + (f", driver {driver[1]}" if driver else "")
@@ -297,7 +304,10 @@ def check_gpu(machine: Machine, wanted: bool, seen: int) -> Check:
 
 
 def check_metadata(machine: Machine) -> Check:
-    """Checks that torch_xla can find the TPU's topology: at import it asks the metadata server or the environment."""
+    """Checks that torch_xla can find the TPU's topology: at import it asks the metadata server or the environment.
+
+    "failure" if it cannot; "skipped" without chips. May wait a second for the metadata server.
+    """
     name, tpus = "TPU metadata", machine.tpus()
     if not tpus:
         return Check(name, "skipped", "not requested: torch_xla needs it only on a machine with chips")
@@ -324,7 +334,10 @@ def check_metadata(machine: Machine) -> Check:
 
 
 def check_holder(machine: Machine) -> Check:
-    """Checks that no process has the chip open (a TPU serves one process), and that libtpu can open its lock file."""
+    """Checks that no process has the chip open (a TPU serves one process), and that libtpu can open its lock file.
+
+    "failure" also if this process has it open; "skipped" without device files.
+    """
     name, nodes, lock = "Chip in use", machine.nodes(), machine.root / "tmp/libtpu_lockfile"
     if not nodes:
         return Check(name, "skipped", "no device files")
@@ -377,7 +390,11 @@ def check_settings(machine: Machine) -> Check:
 
 
 def verdict(checks: Sequence[Check], device_type: str, at: Machine | None = None) -> str:
-    """Summarises checks: the first failure to fix, or else the use that `device_type` is ready for, and warnings."""
+    """Summarises checks: the first failure to fix, or else the use that this machine is ready for, and warnings.
+
+    "tpu" and "cuda" as `device_type` mean training, other types a rehearsal on the CPU. If `at` (default: this machine)
+    has no TPU, the text of the use says so.
+    """
     if first := next((check for check in checks if check.status == "failure"), None):
         return f"Not ready. Fix this first: {first.name}: {first.found}\n→ {first.fix}"
     ready = {"tpu": "train on this TPU", "cuda": "train on this GPU"}.get(device_type, "rehearse on this CPU")

@@ -95,7 +95,7 @@ def code_of(name: str) -> bytes:
     """Returns the source of the user's function "module:function", to detect changes of it.
 
     Imports its module, and concatenates the files of it and of all modules that it imports from the same folder or
-    package. Empty if the function has no file, because a notebook's cell defines it.
+    package. Empty if the function has no file, because a notebook's cell defines it. Raises the error of the import.
     """
     if name.startswith("__main__:"):
         return b""
@@ -129,7 +129,8 @@ def find_pairing(version: Version) -> Pairing | None:
 def mismatches(version: Version, python: Python, *, with_tpu: bool) -> dict[str, tuple[str, ...]]:
     """Maps packages whose installed version does not fit to the allowed versions; the first is the version to install.
 
-    If torch and torch_xla belong to no pairing, the newest is expected. A TPU and its compiler need libtpu and jax.
+    If torch and torch_xla belong to no pairing, the newest is expected. These two must be installed; with `with_tpu`,
+    libtpu, jax and jaxlib too. Other packages of `Pairing.allowed` must fit only if they are installed.
     """
     allowed = (find_pairing(version) or PAIRINGS[0]).allowed(python)
     needed = PACKAGES if with_tpu else ("torch", "torch_xla")
@@ -172,7 +173,7 @@ def is_tested(package: str, version: str) -> bool:
 
 
 def untested(version: Version) -> dict[str, str]:
-    """Maps packages outside of the range in `TESTED` to a warning: another release may compute something else."""
+    """Maps installed packages outside of the range in `TESTED` to a warning: they may compute something else."""
     installed = {package: now for package in TESTED if (now := version(package))}
     return {
         package: f"{package} {now}, tested with {' to '.join(dict.fromkeys(TESTED[package]))}"

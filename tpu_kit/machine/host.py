@@ -79,7 +79,11 @@ def check_files(config: TrainConfig) -> Check:
 
 
 def check_hub(at: Machine, config: TrainConfig) -> Check:
-    """Checks that the Hugging Face hub answers, if the run needs it, and that this user may download the model."""
+    """Checks that the Hugging Face hub answers, if the run needs it, and that this user may download the model.
+
+    "failure" if the hub refuses the model. "warning" if the hub is needed and does not answer, or answers with
+    another error. "skipped" if it is set offline, its package is absent, or it neither answers nor is needed.
+    """
     name, model, settings = "Hugging Face hub", config.model.name, hub.settings()
     if settings is None:
         return Check(name, "skipped", "huggingface_hub is not installed")
@@ -109,7 +113,7 @@ def check_hub(at: Machine, config: TrainConfig) -> Check:
 
 
 def check_wandb(at: Machine, config: TrainConfig) -> Check:
-    """Checks that Weights & Biases is off, is offline, or finds an API key (never shown)."""
+    """Checks that Weights & Biases finds an API key (never shown), else a "failure"; "skipped" if off or offline."""
     mode = config.tracking.wandb
     if mode == "online" and at.environ.get("WANDB_MODE") in ("offline", "disabled"):
         mode = "offline"
@@ -127,9 +131,10 @@ def check_wandb(at: Machine, config: TrainConfig) -> Check:
 
 
 def chips_of(device_type: str, replicas: int) -> tuple[str | None, int]:
-    """Returns the name of this machine's chip in `chips.CHIPS`, and the number of chips of `replicas` replicas.
+    """Returns the name of this machine's chip in `chips.CHIPS`, and the number of chips that `replicas` replicas use.
 
-    The name is None for a CPU and for an unknown chip; a replica then counts as a chip.
+    Looks up "tpu", "torch-tpu" and "cuda" devices. The name is None for other types and for an unknown chip; a replica
+    then counts as a chip.
     """
     name: str | None = None
     if device_type in ("tpu", "torch-tpu"):

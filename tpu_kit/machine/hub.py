@@ -61,7 +61,7 @@ def ask_hub_once() -> None:
 
     Otherwise Hugging Face's libraries try six times per file: 24 s if connections are refused, 66 s without an answer.
     Child processes inherit the result; the hub is tried again after five minutes. Sends no request if the user has set
-    HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE, even to 0.
+    HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE, even to 0. Prints a note on stderr if the hub does not answer.
     """
     before = os.environ.get(_ASKED)
     if before is None and {"HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"} & os.environ.keys():

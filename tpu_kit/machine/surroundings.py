@@ -14,10 +14,10 @@ _PACKAGES = (
 
 
 def ensure_home() -> None:
-    """Sets HOME and LOGNAME if the user has no name or no writable home folder.
+    """Sets LOGNAME if the user has no name, and HOME to a temporary folder if the home folder is not writable.
 
     A container may run under a user id that /etc/passwd lacks. Caches of the libraries, such as the Hugging Face hub's,
-    then lie in a temporary folder; a note prints its path.
+    then lie in the temporary folder; a note on stderr has its path.
     """
     if sys.platform == "win32":
         return
@@ -45,6 +45,8 @@ def ensure_home() -> None:
 
 def prefer_packages() -> None:
     """Moves the first folder of `sys.path` to the end if a module in it has the name of a package that the kit imports.
+
+    Prints a note about it on stderr.
 
     Raises:
         ImportError: such a module is already imported.
