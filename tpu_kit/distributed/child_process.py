@@ -53,7 +53,10 @@ def end_with_parent() -> None:
 
 
 def processor_times(pid: int) -> dict[int, float]:
-    """Returns processor seconds by process id, of `pid` and its descendants that run; {} if `pid` has ended."""
+    """Returns processor seconds by process id, of `pid` and its descendants that run; {} if `pid` has ended.
+
+    They are user and system time since a process's start, and the time of ended children that it has waited for.
+    """
     import psutil
 
     times = {}
@@ -68,7 +71,10 @@ _OF_DEVICES = ("XLA_", "TPU_", "LIBTPU_", "PJRT_", "JAX_", "CPU_NUM_DEVICES", "L
 
 
 def xla_cpu_environment() -> dict[str, str]:
-    """Returns this environment for a child in which torch_xla and JAX use the CPU: without device variables."""
+    """Returns a copy of `os.environ` for a child in which torch_xla and JAX use the CPU.
+
+    The copy sets PJRT_DEVICE and JAX_PLATFORMS, among others, and has no other variable for XLA, TPUs, JAX or ranks.
+    """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(_OF_DEVICES)}
     return inherited | {
         "PJRT_DEVICE": "CPU", "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1", "TOKENIZERS_PARALLELISM": "false",
@@ -85,15 +91,22 @@ def run_child(
     on_line: Callable[[str], None] | None = None,
     python: str | None = None,
 ) -> Ended:
-    """Runs `python ARGUMENTS` with this package on its path until it ends, also with a nonzero status.
+    """Runs `python ARGUMENTS` with this package on its path, prints nothing, and returns its status and output.
 
-    `environment` has all its variables, `given` is its stdin. A thread calls `on_line` with each line of stdout,
-    without newline. `python` is the interpreter of another environment, which does not get this package on its path.
-    Before the call ends, it kills the process and the children in its process group.
+    A nonzero status is no error. Before the call ends, also with an error, it kills the process and the children in its
+    process group.
+
+    Args:
+        arguments: the command line after `python`, such as ["-m", "tpu_kit"].
+        environment: all variables of the process, which inherits none.
+        given: the text of its stdin.
+        seconds: time limit; None for no limit.
+        on_line: called in a thread with each line of stdout, without newline.
+        python: the interpreter of another environment, which does not get this package; None for Python here.
 
     Raises:
         OSError: `python` cannot be started.
-        TimeoutError: the process ran longer than `seconds`; None is no limit.
+        TimeoutError: the process ran longer than `seconds`; its output is lost.
     """
     if python is None:
         path = os.pathsep.join(filter(None, [str(Path(__file__).parents[2]), environment.get("PYTHONPATH")]))
@@ -122,7 +135,7 @@ def run_child(
 
 
 def _read(child: subprocess.Popen[str], lines: list[str], on_line: Callable[[str], None] | None) -> None:
-    """Appends the lines of the child's stdout to `lines` until it closes, and passes them to `on_line` as they come."""
+    """Appends the lines of the child's stdout to `lines` until it closes; passes them on at once, without newline."""
     assert child.stdout is not None
     for line in child.stdout:
         lines.append(line)

@@ -57,7 +57,13 @@ def detect(launch: LaunchConfig | None = None, at: Machine | None = None, hosts:
     """Chooses the backend of a launch, without initialising a device or using the network.
 
     The device type `auto` means the type of PJRT_DEVICE (TPU: tpu, CPU: xla-cpu) if that is set, else tpu if there are
-    a TPU and torch_xla, else cuda, else cpu. The mesh `auto` counts as none; TPUs of several hosts always get a mesh.
+    a TPU and torch_xla, else cuda, else cpu. The mesh `auto` and a mesh of a single device count as none; TPUs of
+    several hosts always get a mesh.
+
+    Args:
+        launch: device type, number of replicas and mesh; None for the defaults.
+        at: the machine and its environment; None for this machine.
+        hosts: the hosts of the run.
 
     Raises:
         ValueError: the device or its package is missing (with `auto`, torch_xla for the TPU of a machine without a
@@ -98,7 +104,7 @@ def run_problems(config: TrainConfig, backend: Backend) -> list[str]:
 
 
 def slice_problems(config: TrainConfig) -> list[str]:
-    """Returns a text with the fix for each setting that a run on a TPU slice of several hosts does not support."""
+    """Returns a text, with the fix, for each setting that a run on a TPU slice of several hosts does not support."""
     answers = "answers are generated on a single host; set it to 0, and evaluate on one host afterwards"
     problems = [
         f"{name}: {config[name]} on a TPU slice of several hosts: {answers}"
@@ -115,7 +121,10 @@ def slice_problems(config: TrainConfig) -> list[str]:
 
 
 def _choose(pjrt: str, at: Machine) -> tuple[DeviceType, str]:
-    """Returns the device type that `auto` means, and why; raises ValueError for a TPU without torch_xla and no GPU."""
+    """Returns the device type that `auto` means, and why; raises ValueError for a TPU without torch_xla and no GPU.
+
+    `pjrt` is PJRT_DEVICE in upper case; values other than TPU and CPU have no effect.
+    """
     if pjrt in _PJRT:
         return _PJRT[pjrt], f"the environment says PJRT_DEVICE={pjrt}"
     has_xla = at.version("torch_xla") is not None
@@ -134,7 +143,11 @@ def _choose(pjrt: str, at: Machine) -> tuple[DeviceType, str]:
 
 
 def _require(device_type: str, at: Machine, replicas: int) -> None:
-    """Raises ValueError if the device or its package is missing, or torch_tpu beside torch_xla; opens no device."""
+    """Raises ValueError if the device or its package is missing; opens no device.
+
+    It does so for tpu and xla-cpu also if torch_tpu is installed beside torch_xla, and for torch-tpu if
+    `limits.check_machine` does, which alone reads `replicas`.
+    """
     beside = at.version("torch_tpu")
     if device_type in ("tpu", "xla-cpu") and beside and at.version("torch_xla"):
         raise ValueError(
@@ -177,7 +190,7 @@ def _replicas(device_type: str, asked: int | None, at: Machine) -> int | None:
     """Returns the number of replicas per host; raises ValueError if this host cannot have `asked` replicas.
 
     If `asked` is None: CPU_NUM_DEVICES or 4 on xla-cpu, all GPUs on cuda, 1 on cpu and torch-tpu. On a TPU 1 if
-    `asked` is 1, else None, which means all devices; other numbers are refused.
+    `asked` is 1, else None, which means all devices; if their number is known, `asked` must be that or None.
     """
     if device_type == "xla-cpu":
         text = at.environ.get("CPU_NUM_DEVICES", str(REHEARSAL_REPLICAS))
@@ -201,10 +214,10 @@ def _replicas(device_type: str, asked: int | None, at: Machine) -> int | None:
 
 
 def _mesh(text: str, device_type: str, launch: LaunchConfig, at: Machine, hosts: Hosts) -> Mesh:
-    """Returns the mesh `text` ("data=2,fsdp=-1") on all hosts' devices; XLA:CPU makes as many as it names.
+    """Returns the mesh `text` ("data=2,fsdp=-1") on all hosts' devices, with the rules of `launch`.
 
-    With -1, XLA:CPU makes CPU_NUM_DEVICES or 4 devices. Raises ValueError if the type is neither tpu nor xla-cpu, or
-    the numbers of devices differ.
+    XLA:CPU makes as many devices as the mesh names, with -1 CPU_NUM_DEVICES or 4. Raises ValueError if the type is
+    neither tpu nor xla-cpu, the numbers of devices differ, or text or rules are wrong.
     """
     if device_type not in _PJRT.values():
         raise ValueError(
@@ -229,8 +242,9 @@ def gpu_count() -> int:
 def seen_on(device_type: str, config: TrainConfig) -> TrainConfig:
     """Returns a copy with the meaning of `auto` settings off a TPU, so that the memory formula describes the run.
 
-    Returns `config` itself for tpu and torch-tpu. Elsewhere attention=auto becomes sdpa, on cuda splash, as no scores
-    are stored. On cuda and cpu scan_layers=auto becomes off, except with distill.layers or optim.remat=blocks.
+    Returns `config` itself for tpu and torch-tpu. Else attention=auto becomes splash on cuda, where no scores are
+    stored either, and sdpa on cpu and xla-cpu. On cuda and cpu scan_layers=auto becomes off, except with distill.layers
+    or optim.remat=blocks.
     """
     if device_type in ("tpu", TORCH_TPU):
         return config
@@ -248,8 +262,13 @@ def device_memory_budget(
 ) -> TargetSlice | None:
     """Returns the devices of all hosts with the memory per replica, or per device of a TPU mesh; None if it is unknown.
 
-    The memory is a TPU's published size, the total of the first visible GPU, or a share of the free host memory. It is
-    unknown on a mesh of XLA:CPU. `backend` is from `detect`, which by default is called for a single host.
+    The memory is a TPU's published size, the total of the first visible GPU, or an equal part of the free host memory
+    without the processes' own. It is unknown on a mesh of XLA:CPU, for an unknown TPU, or if it cannot be read.
+
+    Args:
+        config: the run; only its `launch` section counts.
+        at: the machine; None for this machine.
+        backend: the result of `detect`; None calls it for a single host.
 
     Raises:
         ValueError: as `detect`.

@@ -52,6 +52,7 @@ def find_hosts(at: Machine | None = None) -> Hosts:
     """Finds the hosts in the environment, or on a TPU VM in its metadata server; by default a single host (`ONE`).
 
     Reads the first that are set: TPU_KIT_HOSTS with TPU_KIT_HOST_INDEX, JobSet's and xpk's variables, SkyPilot's.
+    `at` is the machine with its environment; None for this machine.
 
     Raises:
         ValueError: the variables are incomplete or contradict each other.
@@ -76,7 +77,10 @@ def find_hosts(at: Machine | None = None) -> Hosts:
 
 
 def _of_slices(at: Machine) -> Hosts:
-    """Returns the hosts of all slices by JobSet's and xpk's variables; other slices' are named "slice 1 worker 0"."""
+    """Returns the hosts of all slices by JobSet's and xpk's variables, slice by slice; ValueError as in `find_hosts`.
+
+    The names of this slice's hosts are known; hosts of other slices get names such as "slice 1 worker 0".
+    """
     environ = at.environ
     index, names = environ.get("TPU_WORKER_ID", ""), environ.get("TPU_WORKER_HOSTNAMES", "")
     found = _hosts(at, index, names, "TPU_WORKER_ID", "TPU_WORKER_HOSTNAMES")
@@ -98,7 +102,11 @@ def _of_slices(at: Machine) -> Hosts:
 
 
 def _hosts(at: Machine, index: str, names: str, index_from: str, names_from: str) -> Hosts:
-    """Returns the hosts for `index` "2" and `names` "a,b,c" of two variables; `ONE` for one name; checks them."""
+    """Returns the hosts for this host's number `index` ("2") and all `names` ("a,b,c"); `ONE` for one name.
+
+    `index_from` and `names_from` are the variables that have them. Raises ValueError for a wrong number, no names, a
+    name that occurs twice without TPU_KIT_COORDINATOR, or a wrong TPU_KIT_COORDINATOR.
+    """
     if not (found := tuple(name.strip() for name in names.split(",") if name.strip())):
         raise ValueError(f"{index_from}={index}, but {names_from} names no hosts: set it to all hosts, host 0 first")
     number = _number(index, index_from, len(found))
@@ -120,13 +128,14 @@ def _number(text: str, name: str, below: int) -> int:
 
 
 def interface(hosts: Hosts) -> str:
-    """Returns the network interface, such as "eth0", through which this host reaches the others.
+    """Returns the network interface, such as "eth0", through which this host reaches the others; sends nothing.
 
     By default gloo and NCCL use the interface of the host's name, often the loopback. On host 0 the coordinator's
     address may be the loopback too (Debian's 127.0.1.1): host 0 then uses its interface to another host.
 
     Raises:
-        OSError: host 0 cannot be reached, or is not IPv4.
+        OSError: host 0's name is unknown, or there is no IPv4 route to it.
+        ValueError: there is only a single host.
     """
     found = _interface_to(hosts.address)
     for other in hosts.names[1:] if hosts.index == 0 and found == "lo" else ():
@@ -153,7 +162,8 @@ def _interface_to(address: tuple[str, int]) -> str:
 def keep_log(hosts: Hosts, folder: Path) -> Iterator[None]:
     """Prefixes lines of stdout and stderr with the host for the block, and appends them to `<folder>/logs/host-N.log`.
 
-    `folder` must exist. Other hosts than host 0 print the log's path, then show only stderr.
+    `folder` must exist. Host 0 still shows both streams; other hosts print the log's path, then show only stderr. The
+    file gets whole lines, and only the last state of a progress bar.
     """
     path = folder / "logs" / f"host-{hosts.index}.log"
     path.parent.mkdir(exist_ok=True)

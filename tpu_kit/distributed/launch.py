@@ -90,7 +90,15 @@ def _lost_a_peer(traceback: str) -> bool:
 
 
 class Supervisor:
-    """Starts and watches a launch; `folder` is the launch's, `hang_timeout` in seconds, the rest is as in `launch`."""
+    """Starts and watches the processes of a launch on this host.
+
+    Args:
+        backend: the result of `detection.detect`.
+        folder: the launch's folder, in which its processes write reports.
+        hang_timeout: seconds without output and processor time after which the launch counts as hung.
+        time_limit: seconds; as in `launch`.
+        meeting: as in `launch`.
+    """
 
     def __init__(
         self, backend: Backend, folder: Path, hang_timeout: float, time_limit: float | None = None,
@@ -147,7 +155,10 @@ class Supervisor:
         return {report.rank: report.value for report in self._reports.values() if report.kind == kind}
 
     def _stream(self, source: IO[bytes] | None, target: IO[str]) -> threading.Thread:
-        """Starts and returns a thread that copies `source` to `target` without secrets; text is a sign of life."""
+        """Starts and returns a thread that copies `source`, not None, to `target` until it closes, and hides secrets.
+
+        Text is a sign of life. If `target` is stderr, `_stderr` keeps the last text.
+        """
         assert source is not None
         decoder, safe = codecs.getincrementaldecoder("utf-8")(errors="replace"), SafeStream(target)
 
@@ -213,7 +224,11 @@ class Supervisor:
         return sorted(filter(is_failure, reports), key=lambda report: (_grade(report), report.at))
 
     def _failed(self, process: subprocess.Popen[bytes]) -> LaunchError | HostError | ValueError:
-        """Collects reports for another second; returns the error to raise, whose class depends on the first cause."""
+        """Collects reports for another second; returns the error to raise for the first cause.
+
+        The error is a class in `REFUSALS` if the kit refused an input, as `_hung` if a collective waited too long, else
+        a LaunchError.
+        """
         time.sleep(_SETTLE)
         self._read()
         failures = self._failures()
@@ -254,7 +269,10 @@ class Supervisor:
         return "\n".join(["\n\nThe last lines on stderr:", *last]) if last else ""
 
     def _hung(self, process: subprocess.Popen[bytes], text: str) -> LaunchError | HostError:
-        """Makes all processes print their stacks; returns the error to raise, with `text` or the stacks of hosts."""
+        """Makes all processes print their stacks; returns the error to raise.
+
+        It is a LaunchError with `text`, or for several hosts the error of `Meeting.hang`.
+        """
         stacks, errors = dict[str, str](), self._values("error")  # for replicas that have ended: a collective failed
         for pid in dict.fromkeys([*self._values("started").values(), process.pid]):
             self._stderr = ""
@@ -296,7 +314,7 @@ def _how(status: int) -> str:
 
 
 def _end(process: subprocess.Popen[bytes], first: signal.Signals) -> None:
-    """Ends a process group with the signal `first`, after `_GRACE` seconds or a second Ctrl-C with SIGKILL."""
+    """Ends a process group with `first`, after `_GRACE` s or a second Ctrl-C with SIGKILL; waits for its end."""
     for number, patience in ((first, _GRACE), (signal.SIGKILL, _GRACE)):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(process.pid, number)
@@ -320,7 +338,10 @@ def _environment(backend: Backend) -> dict[str, str]:
 
 
 def _settings(backend: Backend) -> dict[str, str]:
-    """Returns the variables that the backend sets; USE_TORCH_XLA is "1" if its processes use torch_xla, else "0"."""
+    """Returns the variables that the backend sets: devices, XLA's log level, the network interface of several hosts.
+
+    USE_TORCH_XLA is "1" if its processes use torch_xla, else "0". Raises OSError as `hosts.interface`.
+    """
     # No XLA_PERSISTENT_CACHE_PATH: torch_xla 2.8 and 2.9 cannot load the programs that they store (pytorch/xla#9094).
     settings = {"PJRT_DEVICE": "TPU"} if backend.device_type == "tpu" else {}
     if backend.device_type == "xla-cpu":
@@ -338,7 +359,7 @@ _announced: tuple[Any, str] | None = None
 
 
 def _announce(text: str) -> None:
-    """Prints `text` to stderr; in a notebook to stdout, once per cell: a run launches up to three times."""
+    """Prints `text` to stderr; in a notebook to stdout, and only once per cell: a run launches up to three times."""
     global _announced
     if not hasattr(builtins, "__IPYTHON__"):
         print(text, file=sys.stderr, flush=True)  # a command's stdout may be JSON
@@ -362,12 +383,15 @@ def launch(
 ) -> T:
     """Runs `fn(config)` in every replica and returns the result of this host's first replica.
 
+    Prints the backend on stderr, in a notebook on stdout. Replicas other than this host's first write only to stderr.
+
     Args:
         fn: the function, with a picklable result; in it, `runtime.current()` is the replica's runtime. See `sending`.
-        config: the run; its `launch` section chooses the device.
+        config: the run; its `launch` section chooses the device, and `checkpoint.budget_minutes` limits the time.
         time_limit: seconds after which all replicas are ended. Without a limit, a single CPU replica runs in this
             process, and its errors are raised unchanged.
-        sharded: whether to use `launch.mesh`, if set: `fn` then runs in one process for all devices of a host.
+        sharded: whether to use `launch.mesh`, if set: `fn` then runs in one process for all devices of a host. False
+            means replicas, except on TPUs of several hosts, which always get a mesh.
         meeting: meeting of the hosts whose replicas work together; None for this host alone.
         backend: result of `detection.detect`, for which `sharded` has no effect; None calls it.
 
@@ -400,7 +424,7 @@ def launch(
 
 
 def _inline(fn: Callable[[TrainConfig], T], config: TrainConfig, notices: Notices) -> T:
-    """Runs `fn(config)` as the only CPU replica in this process and returns its result."""
+    """Runs `fn(config)` as the only CPU replica in this process and returns its result; `notices` may end it early."""
     import torch
 
     from tpu_kit.distributed.replica.backends import CpuRuntime

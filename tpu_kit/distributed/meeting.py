@@ -57,12 +57,12 @@ class HostError(RuntimeError):
 class Meeting:
     """Connects this host to the other hosts of a run; as a context manager, it sends them an error of its block.
 
-    For a single host it uses neither store nor thread.
+    With several hosts it works only in its block. For a single host it uses neither store nor thread.
 
     Args:
         hosts: the hosts of the run.
         patience: seconds in which all hosts must come.
-        hang_timeout: seconds, at least 110, without processor time after which an awaited host counts as hung.
+        hang_timeout: seconds without processor time after which an awaited host counts as hung; below 110 it is 110.
     """
 
     def __init__(self, hosts: Hosts = ONE, patience: float = 0.0, hang_timeout: float = 0.0) -> None:
@@ -103,8 +103,10 @@ class Meeting:
     def agree(self, facts: Mapping[str, Any]) -> None:
         """Waits until all hosts have sent their values of these facts, and checks that they are equal.
 
+        For a single host it returns at once.
+
         Args:
-            facts: JSON values by name.
+            facts: JSON values by name; all hosts must call it with the same names.
 
         Raises:
             ValueError: two hosts have different values; the text has both.
@@ -168,7 +170,7 @@ class Meeting:
                 mark.unlink(missing_ok=True)
 
     def check(self) -> None:
-        """Raises HostError if another host has failed or is silent for `LOST` seconds; not after the end of host 0."""
+        """Raises HostError if another host has failed or, as long as host 0 runs, is silent for `LOST` seconds."""
         now, name = time.monotonic(), self.hosts.name
         for index, document in sorted(self._documents.items()):
             over = document["over"]
@@ -204,9 +206,10 @@ class Meeting:
         return time.monotonic()
 
     def hang(self, stacks: Mapping[str, str]) -> HostError:
-        """Sends this host's stacks by replica; returns an error that names hosts with a stack in no collective.
+        """Sends this host's stacks; returns an error that names the hosts that sent none, or a stack in no collective.
 
-        Waits up to 5 s for the other hosts' stacks. If all wait in a collective, the error names all hosts.
+        Waits up to 5 s for the other hosts' stacks. If all wait in a collective, the error names all hosts. `stacks`
+        has a text by replica, such as "rank 0"; "" for a process that does not run.
         """
         self._tell(hung=dict(stacks))
         until = time.monotonic() + _TOLD
@@ -243,7 +246,10 @@ class Meeting:
         return next((document["stop"] for document in self._all.values() if document["stop"]), None)
 
     def last_step(self, started: int) -> int | None:
-        """Sends `started`, once; returns the largest step that a host has sent, None until all have sent or ended."""
+        """Returns the largest step that a host has sent; None until all hosts have sent their steps or ended.
+
+        The first call sends `started`, the largest step that this host has started; later calls ignore it.
+        """
         if self._mine["reached"] is None:
             self._tell(reached=started)
         # A host that has ended counts only if it has sent a step.
@@ -259,7 +265,10 @@ class Meeting:
         self._wake.set()
 
     def _serve(self) -> None:
-        """Runs in the thread: joins the store, exchanges documents until the block ends; keeps an error in `_gone`."""
+        """Runs in the thread: joins the store, exchanges documents until the block ends; keeps an error in `_gone`.
+
+        An error of joining goes to `_busy`, and it tries again.
+        """
         store = None
         while store is None and not self._closing.is_set():
             store = self._join()
@@ -281,7 +290,10 @@ class Meeting:
             self._gone = str(error).partition("\n")[0]
 
     def _join(self) -> Any:
-        """Makes the store (host 0) or connects to it; None if it does not exist yet or belongs to an earlier run."""
+        """Makes the store (host 0) or connects to it, and returns it.
+
+        Returns None after an error, or if the store belongs to an earlier run, with the reason in `_busy`.
+        """
         from torch.distributed import TCPStore
 
         mine, (host, port) = str(self.hosts.index), self.hosts.address

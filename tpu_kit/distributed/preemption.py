@@ -105,7 +105,8 @@ class StopFlag:
     def may_start(self, rank: int, step: int) -> bool:
         """Records that a replica starts a step; returns False if the step is past the limit, so that it must not run.
 
-        Waits while the limit is being decided; otherwise the call takes about a microsecond.
+        Waits while the limit is being decided; otherwise the call takes about a microsecond. `rank` is the replica's
+        number in the run, below 1,024; `step` is at least 1.
         """
         cells = self._cells
         cells.started[rank] = step
@@ -238,7 +239,7 @@ def catch_stops() -> list[signal.Signals]:
 
 @contextlib.contextmanager
 def stops_raise() -> Iterator[None]:
-    """Makes signals in `STOPS` without a handler raise `Terminated` in the block, if this is the main thread."""
+    """Makes signals in `STOPS` without a handler raise `Terminated` in the block; outside the main thread no effect."""
     in_main = threading.current_thread() is threading.main_thread()
     free = [number for number in STOPS if in_main and signal.getsignal(number) is signal.SIG_DFL]
 
@@ -376,7 +377,10 @@ class Notices:
             print(f"tpu_kit: {text}{'; once more ends at once' if again else ''}", file=sys.stderr, flush=True)
 
     def _stop(self, text: str) -> str:
-        """Stops the replicas of all hosts at the same step; returns the reason of the first host that has asked."""
+        """Stops the replicas of all hosts at the same step; returns the reason of the first host that has asked.
+
+        Sends `text` as this host's reason unless a host has asked before.
+        """
         if self._meeting.stop_asked() is None:
             self._meeting.ask_stop(text)
         text = self._meeting.stop_asked() or text

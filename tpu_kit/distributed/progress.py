@@ -19,7 +19,10 @@ _LOOK = 0.5  # seconds between reads of the replicas' counts
 
 
 def open_bar(name: str, total: int | None, initial: int = 0, unit: str = "step") -> Any:
-    """Returns a tqdm bar on stderr with the text `name`, which shows nothing if the environment has `NO_BAR`."""
+    """Returns a tqdm bar on stderr with the text `name`, which shows nothing if the environment has TPU_KIT_NO_BAR.
+
+    `total` is None if it is unknown; `initial` is the number of units done before.
+    """
     from tqdm.std import tqdm  # type: ignore[import-untyped]  # tqdm ships no types
 
     # The stderr of a launch is a pipe to a notebook cell or a log: it has no width, and it keeps every redraw.
@@ -46,8 +49,9 @@ def follow_answers(counts: Path, run: Path, model: str, asked: int) -> Iterator[
 
     Args:
         counts: folder in which each replica writes the number of its complete answers to a file `*.answered`.
-        run: the run's folder; if it exists, it contains `ANSWERING_FILE` (JSON with this state) until the block ends.
-        model: the bar's text, such as "base model".
+        run: the run's folder; if it exists, it contains `ANSWERING_FILE`, JSON with model, answered and asked, until
+            the block ends.
+        model: the model's name in the bar and the file, such as "base model".
         asked: number of answers in total.
     """
     stop, place, shown = threading.Event(), run / ANSWERING_FILE, -1

@@ -24,7 +24,9 @@ _ERRORS = (pickle.PicklingError, AttributeError, TypeError, ValueError, Recursio
 
 
 def payload_of(fn: Callable[..., Any], config: TrainConfig) -> bytes:
-    """Pickles a function, its configuration, and objects of `__main__` that it or a partial's keywords name.
+    """Pickles a function and its configuration for `restored`, with the objects of `__main__` that they name.
+
+    Texts "__main__:NAME" in the configuration, or in the keywords if `fn` is a partial, name objects.
 
     Raises:
         ValueError: an object cannot be sent, such as an open file, a lock or a tensor on a device; the text names it.
@@ -82,7 +84,10 @@ def _named(values: Iterable[Any]) -> Iterator[str]:
 
 
 def _culprit(value: Any, label: str, seen: frozenset[int] = frozenset()) -> tuple[str, str] | None:
-    """Returns the place of the innermost part that cannot be pickled, and the error's text; None if all can be."""
+    """Returns the place of the innermost part that cannot be pickled, and the error's text; None if all can be.
+
+    `label` is the place of `value` itself; `seen` has the ids of values around it, to end at a cycle.
+    """
     if id(value) in seen:
         return None
     try:

@@ -46,7 +46,7 @@ class TorchTpuRuntime(Runtime):
     has_programs = traces_steps = True
 
     def all_reduce(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Sums tensors over the replicas, in place, in one collective of the traced program, or of gloo on the CPU."""
+        """Sums tensors over the replicas, in place, in one collective: of the traced program, or gloo on the CPU."""
         if self.world_size == 1:
             return
         import torch.distributed as dist

@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class _Rendezvous:
-    """A barrier that names the missing ranks in its error."""
+    """A barrier of `count` ranks, from 0, that names the missing ranks in its error; `timeout` is in seconds."""
 
     def __init__(self, count: int, timeout: float) -> None:
         self._count, self._timeout = count, timeout
@@ -92,7 +92,10 @@ class MeetingError(RuntimeError):
 
 
 def environment(devices: int, replicas: bool = True) -> dict[str, str]:
-    """Returns variables for a process with `devices` XLA:CPU devices, `replicas` or else a mesh; JAX opens no TPU."""
+    """Returns variables for a process with `devices` XLA:CPU devices; JAX opens no TPU.
+
+    `replicas` is whether the devices are replicas, for which no buffer is donated; False is for a mesh.
+    """
     settings = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
     if replicas and devices > 1:
         # Two threads per replica: one starts programs, the other moves data.
@@ -105,7 +108,8 @@ def environment(devices: int, replicas: bool = True) -> dict[str, str]:
 def run(replica: Callable[[], None], replicas: int, timeout: float) -> None:
     """Runs a function in a thread per device until all end, with a barrier around the step marker; once per process.
 
-    Raises MeetingError in the replicas that wait if another does not reach the step within `timeout` seconds.
+    `replicas` is the number of devices (CPU_NUM_DEVICES). Raises the error of a replica. A replica that waits gets
+    MeetingError if another does not reach the step within `timeout` seconds.
     """
     global _rendezvous
     import torch_xla
@@ -137,7 +141,10 @@ def meet(rank: int) -> None:
 
 
 def gather(rank: int, mine: T) -> list[T]:
-    """Gathers a value from every replica; returns the values by rank. All replicas must call it. Raises as `meet`."""
+    """Gathers a value from every replica, without a copy; returns the values by rank. All replicas must call it.
+
+    Raises MeetingError as `meet`.
+    """
     assert _rendezvous is not None, "`run` comes first"
     _rendezvous.given[rank] = mine
     _rendezvous.wait(rank)

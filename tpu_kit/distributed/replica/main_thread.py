@@ -49,7 +49,7 @@ class _Call(Generic[T]):
         self._error: BaseException | None = None
 
     def run(self) -> None:
-        """Calls the function, unless the call is already ended."""
+        """Calls the function, unless the call is already ended; keeps its outcome for `result`, and never raises."""
         self.started = True
         try:
             if self.end is None:
@@ -73,7 +73,7 @@ class _Handler:
         self._running: _Call[Any] | None = None
 
     def run(self, job: _Call[Any]) -> None:
-        """Calls the function of a job, which a signal can end."""
+        """Calls the function of a job, which a signal can end; the job keeps the outcome."""
         self._running = job
         try:
             job.run()
@@ -124,13 +124,15 @@ def call(
 ) -> T:  # fmt: skip
     """Calls a function in the main thread and returns its result.
 
-    If the main thread runs no calls, calls it in this thread; `stop` and `patience` then work only in the main thread.
+    If another thread calls this and the main thread does not `serve`, the function runs in that thread, and `stop` and
+    `patience` have no effect.
 
     Args:
         function: the user's function.
         stop: called 5 times a second; the call is ended once it returns True.
-        patience: seconds after which the call is ended if this process and its children use no processor time.
-        aside: call the function in a new thread instead, which is abandoned when the call is ended.
+        patience: seconds after which the call is ended if this process and its children use no processor time; None
+            for no limit.
+        aside: call the function in a new thread instead, which runs on after the call is ended.
 
     Raises:
         CallEnded: `stop` or `patience` has ended the call.
@@ -174,7 +176,10 @@ def _call_here(job: _Call[Any], stop: Callable[[], bool], patience: float | None
 
 
 def _watch(job: _Call[Any], stop: Callable[[], bool], patience: float | None, interrupt: Callable[[], None]) -> None:
-    """Waits for the end of a call; if it must end, sets `end` and interrupts it, again if it catches the error."""
+    """Waits for the end of a call; once it must end, sets `end` and calls `interrupt` until it is over.
+
+    The function may catch the error of an interrupt. `stop` and `patience` are as in `call`.
+    """
     used = seen = read_at = 0.0
     beat = min(_BEAT, (patience or math.inf) / 10)
     while not job.over.wait(_LOOK):

@@ -95,8 +95,8 @@ def row_shards(mesh: Mesh, devices: Sequence[int]) -> list[int]:
 def put_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Copies this process's rows of a batch to its devices; returns the batch of all processes, sharded by rows.
 
-    `tensor` (B, S, ...) has equal numbers of rows for the batch shards on these devices, by shard number. If these
-    shards do not divide B, all devices get the whole tensor.
+    `tensor` (B, S, ...) has the rows of the N batch shards on these devices: B / N rows of the shard with the lowest
+    number, then of the next. If N does not divide B, all devices get the whole tensor, which is the result.
     """
     shards = row_shards(_mesh, local_devices())
     held = sorted(set(shards))
@@ -111,7 +111,8 @@ def put_rows(tensor: torch.Tensor) -> torch.Tensor:
 def put_stack(parts: list[torch.Tensor], spec: Spec, dtype: torch.dtype) -> torch.Tensor:
     """Stacks CPU tensors and moves the stack to the devices, converted to `dtype`; the host holds only its shards.
 
-    Empties the list `parts`, whose tensors have the same shape. `spec`, the stack's, has its first dimension whole.
+    Empties the list `parts`, whose tensors have the same shape. `spec` is the stack's, with None for the first
+    dimension; axes that do not divide are left out.
     """
     shape = torch.Size([len(parts), *parts[0].shape])
     spec = _mesh.fitted(spec, shape)
@@ -129,7 +130,7 @@ def put_stack(parts: list[torch.Tensor], spec: Spec, dtype: torch.dtype) -> torc
 
 
 def _of_shards(shards: list[torch.Tensor], spec: Spec, shape: torch.Size) -> torch.Tensor:
-    """Makes a device tensor of `shape` from a CPU shard for every local device."""
+    """Makes a device tensor of `shape`, sharded by `spec`, from a CPU shard per local device, in their order."""
     import torch_xla
     import torch_xla.distributed.spmd as xs
 
@@ -148,7 +149,8 @@ def read(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def pieces(tensors: Sequence[torch.Tensor], devices: Collection[int]) -> list[list[tuple[Box, torch.Tensor]]]:
     """Returns for every tensor its parts that belong to `devices`, as (box, CPU values); a part belongs to one device.
 
-    If several devices have the same shard, it belongs to the first. Tensors that are not sharded belong to device 0.
+    `devices` are numbers of this process's devices. If several devices of the mesh have the same shard, it belongs to
+    the first. Tensors that are not sharded belong to device 0.
     """
     found: list[list[tuple[Box, torch.Tensor]]] = []
     for tensor, parts in zip(tensors, _sharded(tensors), strict=True):
@@ -196,7 +198,10 @@ def _shards(tensor: torch.Tensor) -> Iterator[tuple[int, int, Box, torch.Tensor]
 
 
 def boxes(mesh: Mesh, spec: Spec, shape: Sequence[int], devices: Sequence[int] | None = None) -> list[Box]:
-    """Returns for `devices`, by default all, the box of a tensor that each device holds, in their order."""
+    """Returns for `devices`, by default all, the box of a tensor that each device holds, in their order.
+
+    `shape` is the whole tensor's, which `spec` must divide; see `Mesh.fitted`.
+    """
     sizes = mesh.shard_shape(spec, shape)
     found = []
     for device in range(mesh.size) if devices is None else devices:

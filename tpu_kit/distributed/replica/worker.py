@@ -104,7 +104,10 @@ def _pickled(name: str, result: Any) -> bytes:
 
 
 def _replica(rank: int, first: bool, make: Callable[[], Runtime], folder: str, payload: bytes) -> None:
-    """Runs fn and reports its end, with the result in the host's `first` replica; SystemExit(1) for an error."""
+    """Runs the function of `payload` with the runtime of `make`; reports its start and end; SystemExit(1) for an error.
+
+    The report of the end has the result if this is the host's `first` replica, else None.
+    """
     write(folder, rank, "started", os.getpid())
     try:
         runtime.enter(make())
@@ -121,7 +124,10 @@ def _replica(rank: int, first: bool, make: Callable[[], Runtime], folder: str, p
 
 
 def _is_from_the_kit(error: BaseException, kind: type[Exception]) -> bool:
-    """Whether the error is a `kind` that the kit itself raised, so that its text has advice and needs no traceback."""
+    """Whether the error is a `kind` that the kit itself raised, so that its text has advice and needs no traceback.
+
+    An error with only the system's text, such as "No such file or directory", is not.
+    """
     frames = list(traceback.walk_tb(error.__traceback__))
     raised_in = frames[-1][0].f_globals.get("__name__", "") if frames else ""
     number = getattr(error, "errno", None)
@@ -254,7 +260,10 @@ def _torch_replica(local_rank: int, folder: str, payload: bytes, backend: Backen
 
 
 def _connect(kind: str, hosts: Hosts, folder: str, rank: int, world_size: int, limit: timedelta = _LIMIT) -> None:
-    """Joins a process group `kind`, such as "gloo", through the hosts' store or, on one host, a file of the launch."""
+    """Joins a process group `kind`, such as "gloo", through the hosts' store or, on one host, a file of the launch.
+
+    `rank` and `world_size` count the processes of all hosts; `limit` is the timeout of a collective.
+    """
     import torch.distributed as dist
 
     if hosts.count == 1:
@@ -288,7 +297,7 @@ class _FromRankZero:
 
 
 def _quiet(threads: bool) -> None:
-    """Lets only rank 0 of this process's `threads` write to stdout; if False, silences the whole process."""
+    """Drops this process's text on stdout: all of it, or if its `threads` are replicas, only of ranks other than 0."""
     if threads:
         if not isinstance(sys.stdout, _FromRankZero):
             sys.stdout = _FromRankZero(sys.stdout)
@@ -298,7 +307,7 @@ def _quiet(threads: bool) -> None:
 
 @contextlib.contextmanager
 def _no_stdout() -> Iterator[None]:
-    """Hides gloo's messages about connections on stdout, which it cannot turn off."""
+    """Drops the text that the block writes to stdout: gloo's messages about connections, which it cannot turn off."""
     sys.stdout.flush()
     kept, nothing = os.dup(1), os.open(os.devnull, os.O_WRONLY)
     os.dup2(nothing, 1)
