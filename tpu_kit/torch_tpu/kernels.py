@@ -24,7 +24,10 @@ def call(function: functools.partial[Any], tensors: Sequence[torch.Tensor], outp
 
 @functools.cache
 def _operation(function: Callable[..., Any], settings: tuple[Any, ...], inputs: int, outputs: int) -> Any:
-    """Registers and returns an operation; TorchTPU reads the numbers of arguments and results from its signature."""
+    """Registers `function(*settings, *arrays)` as an operation of `inputs` tensors, and returns it.
+
+    The operation returns a tensor, or a tuple for several `outputs`. TorchTPU reads these numbers from its signature.
+    """
     import jax
 
     def run(*arrays: Any) -> Any:

@@ -14,6 +14,8 @@ from tpu_kit.torch_tpu.environment import ELSEWHERE, NAME, other_plugin
 def check_machine(at: Machine, replicas: int = 1) -> None:
     """Checks that this machine and its packages can run torch_tpu, without opening the device.
 
+    With another plugin than libtpu (`environment.other_plugin`), it checks only the packages.
+
     Raises:
         ValueError: torch_tpu or a package beside it is missing or has an untested version, or torch_xla is installed.
             Or there is no chip, another process holds it, or `replicas` is neither 1 nor the number of chips.

@@ -35,7 +35,10 @@ def take_chip(rank: int, replicas: int) -> None:
 
 
 def join_alone(replicas: int) -> None:
-    """Joins, as rank 0, a group without other replicas, for programs that are only compiled; sets variables."""
+    """Joins, as rank 0 of `replicas`, a group without the others, for programs that are only compiled.
+
+    Call it within `without_chip.topology_as_device`; it sets environment variables of this process.
+    """
     import torch.distributed as dist
 
     take_chip(0, replicas)

@@ -28,7 +28,7 @@ def is_traced(tensor: torch.Tensor) -> bool:
 
 
 def trace(fn: Callable[..., Sequence[torch.Tensor]], example: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
-    """Traces a function of tensors, which may use autograd, with fake tensors.
+    """Traces a function of tensors, which may use autograd, with fake tensors; the graph takes and returns the same.
 
     Args:
         fn: takes tensors and returns new tensors; it must not change its arguments.
@@ -78,7 +78,10 @@ class Programs:
         self._results: dict[Any, Any] = {}  # structures of the functions' results
 
     def run(self, name: str, fn: Callable[..., Any], donated: int, *trees: Any) -> Any:
-        """Runs `fn(*trees)`; equal names must mean equal functions. `donated` counts tensors, see `Program`."""
+        """Runs `fn(*trees)` as a program and returns its tree; equal names must mean equal functions.
+
+        Results may overwrite the first `donated` tensors of the trees, as in `Program`; raises its errors.
+        """
         leaves, given = tree_flatten(trees)
         key = name, given, tuple((tensor.shape, tensor.dtype) for tensor in leaves)
         if key not in self._programs:
@@ -163,7 +166,11 @@ def computing_with(model: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) 
 def _compiled(
     graph: torch.fx.GraphModule, example: Sequence[torch.Tensor], donated: int, name: str, replicas: int
 ) -> Any:
-    """Compiles a graph; without the private compiler by `torch.compile`, without donation; ValueError for replicas."""
+    """Compiles a graph, as `Program` says, and returns a function of its tensors.
+
+    Without the private compiler, `torch.compile` compiles it without donation, and raises ValueError for several
+    replicas.
+    """
     try:
         from torch_tpu._internal.compile.compiler import StaticCompiler
 

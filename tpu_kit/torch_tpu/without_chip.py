@@ -38,10 +38,12 @@ _Function = ctypes.CFUNCTYPE(ctypes.c_void_p, _Fields)
 def topology_as_device(name: str, bounds: Sequence[int], chip_config: str | None = None) -> Iterator[torch.device]:
     """Context manager that yields a device of a topology as TorchTPU's device; the process must not have opened one.
 
+    Raises AssertionError if libtpu refuses the topology.
+
     Args:
         name: name of the topology, such as "v5e:2x2".
-        bounds: chips of a host along each axis.
-        chip_config: `machine.chips.Topology.chip_config_name`.
+        bounds: chips of a host along each axis, such as (2, 2, 1).
+        chip_config: `machine.chips.Topology.chip_config_name`; None for the default.
     """
     import libtpu
 
@@ -120,7 +122,8 @@ def _make_writable(start: int, size: int) -> None:
 def lower(graph: torch.fx.GraphModule, example: Sequence[torch.Tensor]) -> str:
     """Lowers a traced function within `topology_as_device`; returns the text of the StableHLO module.
 
-    The module is the same as in TorchTPU's compiler, except that random integers, whose state is on a chip, become 1.
+    The module is the same as in TorchTPU's compiler, except that random integers, whose state is on a chip, become 1,
+    also in `graph` itself.
 
     Args:
         graph: from `program.trace`.
