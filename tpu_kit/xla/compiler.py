@@ -34,7 +34,7 @@ def _given(stablehlo: bytes) -> Any:
 
 
 def program_of(stablehlo: str, donated: tuple[int, ...], arguments: tuple[str, ...], argument_bytes: int) -> Program:
-    """Makes a `Program` without shardings, for one device, from the text of a StableHLO module."""
+    """Makes a `Program` without shardings, for one device, from the text of a StableHLO module; see its fields."""
     from jax._src.interpreters import mlir
     from jax._src.lib.mlir import ir
     from jaxlib import xla_client
@@ -65,9 +65,9 @@ def compile_program(
 
     Args:
         program: the program to compile.
-        request: num_replicas (devices), topology (the fields of `chips.Topology`) and effort ("low", or normal).
+        request: num_replicas (devices), topology (the fields of `chips.Topology`) and effort ("low", else normal).
         also: makes additional fields from the compiled `hlo.Module` and the costs of its instructions.
-        seconds: returns the time of one execution of an instruction.
+        seconds: returns the seconds of one execution of an instruction, from its costs.
 
     Returns:
         compile_seconds and the fields of `compiled_figures`. If the program needs too much memory: compile_seconds,
@@ -125,11 +125,11 @@ def compiled_figures(
     """Reads the figures of a compiled program, ours or another trainer's.
 
     Args:
-        text: the text of the program.
+        text: the text of the program, XLA's `HloModule.to_string()`.
         stats: XLA's memory statistics of the program.
         accessed_once: see `hlo.costs`.
         also: see `compile_program`.
-        seconds: returns the time of one execution of an instruction.
+        seconds: see `compile_program`.
 
     Returns:
         argument_bytes, output_bytes, aliased_bytes, temporary_bytes, code_bytes, loop_trips (`Module.trips`),
@@ -157,7 +157,10 @@ def compiled_figures(
 
 
 def _devices(topology: dict[str, Any]) -> Any:
-    """Returns the devices of a topology, which need not exist, from libtpu's compile-only client."""
+    """Returns the devices of a topology, which need not exist, from libtpu's compile-only client.
+
+    `topology` has the fields of `chips.Topology`.
+    """
     from jax.experimental import topologies
 
     config = {"chip_config_name": topology["chip_config_name"]} if topology["chip_config_name"] else {}

@@ -104,7 +104,11 @@ def product(
 def _call(
     function: Any, tiles: Tiles, by: Sequence[str], made: Sequence[str], *tensors: torch.Tensor
 ) -> list[torch.Tensor]:
-    """Adds a JAX function to the program; `by` and `made` name the first dimension of the tensors and the results."""
+    """Adds `function(tiles, *tensors)`, a JAX function, to the program and returns its results.
+
+    `by` and `made` tell the first dimension of the tensors and the results: "token", "row" or "expert". On a mesh this
+    decides how they are sharded.
+    """
     expert = "fsdp" if tiles.in_place > 1 else None
     rows, tokens = (expert, None) if tiles.in_place else (BATCH, BATCH)
     axes = {"expert": expert, "row": rows, "token": tokens}
@@ -127,7 +131,7 @@ def _own(tiles: Tiles) -> tuple[int, Any]:
 
 
 def _layout(tiles: Tiles, index: Any) -> tuple[Any, ...]:
-    """Computes the tensors of `layout`, in the order of `TileLayout`, for this device."""
+    """Computes `layout` of `index` (T, K) for this device; returns the tensors in the order of `TileLayout`."""
     import jax.numpy as jnp
 
     experts, start = _own(tiles)
@@ -161,7 +165,7 @@ def _rows_of(_: Tiles, tensor: Any, index: Any) -> tuple[Any]:
 
 
 def _sums_of(tiles: Tiles, rows: Any, index: Any) -> tuple[Any]:
-    """Computes `sums_of`."""
+    """Computes `sums_of`, with experts in place over all devices; returns a tuple of one array."""
     import jax
     import jax.numpy as jnp
 
@@ -173,7 +177,11 @@ def _sums_of(tiles: Tiles, rows: Any, index: Any) -> tuple[Any]:
 
 
 def _columns(outer: int, inner: int, step: int) -> int:
-    """Returns the columns in a block of the result: all, or a multiple of `step` up to 4 MiB of weights, or `step`."""
+    """Returns the columns in a block of a result with `outer` columns: all, or a multiple of `step`.
+
+    A block of weights has `inner` values per column, at most 4 MiB in bf16, or a single `step`. A number that divides
+    `outer` is preferred if it is more than half of the limit.
+    """
     most = max(step, _BLOCK_BYTES // (2 * inner) // step * step)
     if outer <= most:
         return outer
@@ -208,7 +216,10 @@ class _Blocks:
         return scale.reshape(scale.shape[0], 2, 2, -1, scale.shape[-1]) if self.halves == 2 else scale
 
     def specs(self) -> list[Any]:
-        """Returns Pallas' block specs of rows, weights and scales, by grid place, prefetched experts and used tiles."""
+        """Returns Pallas' block specs of rows, weights and, for integer weights, scales.
+
+        Their index functions take the place in the grid, the experts of the tiles, and the number of used tiles.
+        """
         import jax.numpy as jnp
         from jax.experimental import pallas as pl
 
@@ -234,7 +245,10 @@ class _Blocks:
         return found
 
     def decode(self, half: Any, weight: Any, scale: Any, floats: Any) -> None:
-        """Writes a block of integers to `floats` as floats: int4 with scales and offsets, int8 without its scales."""
+        """Writes a block of integers to `floats` as floats: int4 with scales and offsets, int8 without its scales.
+
+        With `back`, `half` is 0 for the low 4 bits of int4 weights and 1 for the high; else both halves are written.
+        """
         import jax.numpy as jnp
 
         def group(shift: Any, start: int, to: int, line: int) -> None:
@@ -258,7 +272,10 @@ class _Blocks:
                 group(4, start, lines + start, scale.shape[1] // 2 + number)
 
     def kernel(self, expert: Any, used: Any, rows: Any, weight: Any, *refs: Any) -> None:
-        """Writes a block of the result for a tile to the output in `refs`; unused tiles become zero."""
+        """Writes a block of the result for a tile to the output in `refs`; unused tiles become zero.
+
+        `refs` are scales, output and a buffer for decoded weights; for float weights only the output.
+        """
         import jax
         import jax.numpy as jnp
         from jax.experimental import pallas as pl
@@ -288,7 +305,7 @@ class _Blocks:
 
 
 def _product(tiles: Tiles, rows: Any, expert: Any, used: Any, weight: Any, *scale: Any) -> tuple[Any]:
-    """Computes `product` with the Pallas kernel."""
+    """Computes `product` with the Pallas kernel, in a tuple; `expert` and `used` are as in `TileLayout`."""
     import jax
     import jax.numpy as jnp
     from jax.experimental import pallas as pl

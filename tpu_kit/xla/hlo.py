@@ -129,7 +129,10 @@ class Module:
                 queue += called
 
     def _count_trips(self, loop: Instruction, caller: str) -> int | None:
-        """Counts trips by executing the loop's counters, which may be split in two; None if unknown or MOST_TRIPS."""
+        """Counts trips by executing the loop's counters, which may be split in two; None if unknown or over MOST_TRIPS.
+
+        `caller` is the computation that contains the loop.
+        """
         state = self._evaluate(caller, loop.operands[0], None)
         for trips in range(MOST_TRIPS):
             more = self._evaluate(loop.attribute("condition"), None, [state])
@@ -139,9 +142,10 @@ class Module:
         return None
 
     def _evaluate(self, computation: str, name: str | None, arguments: list[Any] | None) -> Any:
-        """Evaluates an integer or a tuple, by default the computation's result; None if it depends on other values.
+        """Evaluates instruction `name` of a computation, None for its result, to an integer or a list for a tuple.
 
-        Integers have unlimited width here: counters of so few trips do not overflow.
+        Returns None if it depends on other values. `arguments` are the values of the computation's parameters; None if
+        unknown. Integers have unlimited width here: counters of so few trips do not overflow.
         """
         names = self.computations[computation]
 
@@ -169,8 +173,9 @@ class Module:
     def collectives(self) -> list[dict[str, Any]]:
         """Returns the totals of a step for each kind of collective: kind, count, bytes, moved, synchronous, over_dcn.
 
-        `bytes` are the results', `moved` are sent one way in a ring, `synchronous` is the part of these without
-        computation. Collectives between slices, which hosts run, have separate rows, with over_dcn.
+        `bytes` are the results', `moved` are sent by a device one way in a ring, and `synchronous` is the part of
+        `moved` during which nothing is computed. Collectives between slices, which hosts run, have separate rows, with
+        over_dcn true and a kind such as "all-reduce between slices".
         """
         rows: dict[str, dict[str, Any]] = {}
         chains = set[str]()
@@ -187,8 +192,8 @@ class Module:
 
         The compiler writes an asynchronous collective as a chain of fusions that compute at the same time. Every fusion
         of the chain contains the collective, even in a loop between its start and its end. So a chain, identified by
-        its channel, counts once, at its start. A reduce-scatter is a synchronous fusion of an all-reduce and a slice,
-        named all-reduce-scatter.
+        its channel, counts once, at its start: `chains` collects the channels. A reduce-scatter is a synchronous fusion
+        of an all-reduce and a slice, named all-reduce-scatter. `fused` is whether the computation is in a fusion.
         """
         scatters = computation.startswith("all-reduce-scatter")
         for op in self.computations[computation].values():
@@ -237,7 +242,8 @@ def _sent(kind: str, size: int, group: int) -> float:
 def _bytes(array: re.Match[str], padded: bool = False) -> int:
     """Returns the bytes of an array; if `padded`, its bytes in HBM with padded tiles, 0 if it is in another memory.
 
-    A layout `{1,0:T(8,128)(2,1)S(1)}` has the axes, minor-most first, the tiles, and the memory space unless it is HBM.
+    `array` is a match of `_ARRAY`. A layout `{1,0:T(8,128)(2,1)S(1)}` has the axes, minor-most first, the tiles, and
+    the memory space unless it is HBM.
     """
     dtype, dimensions, order, layout = array.groups(default="")
     sizes = [int(size) for size in dimensions.split(",") if size]
@@ -331,7 +337,7 @@ def costs(
         instructions: from `instruction_costs`.
         analyse: as in `instruction_costs`; it counts a loop as one trip.
         accessed_once: bytes accessed according to the TPU compiler's analysis, which counts a loop as one trip.
-        seconds: returns the time of one execution of an instruction.
+        seconds: returns the seconds of one execution of an instruction; by default 0.
 
     Returns:
         flops, hbm_bytes, bytes_accessed (in any memory), and operations: dicts, one for each origin and kind, with
@@ -359,7 +365,11 @@ def costs(
 
 
 def _hbm_bytes(op: Instruction, operands: list[str], cost: dict[str, float]) -> float:
-    """Returns the bytes that an instruction reads from and writes to HBM, padded to tiles."""
+    """Returns the bytes that an instruction reads from and writes to HBM, padded to tiles.
+
+    `operands` are their shapes; `cost` is XLA's analysis of the instruction, which tells the share that it reads or
+    writes, except for kernels, collectives and copies.
+    """
     results = [array[0] for array in _ARRAY.finditer(op.shape)]
     if op.opcode == "copy-start":  # (to, from, context)
         results, operands = results[:2], []
@@ -374,12 +384,13 @@ def _hbm_bytes(op: Instruction, operands: list[str], cost: dict[str, float]) -> 
 
 
 def _kernel_flops(kernel: Instruction, operands: list[str]) -> float:
-    """Returns a kernel's own estimate of its FLOPs, or for a splash kernel, which has none, the FLOPs by formula.
+    """Returns the FLOPs of a kernel: its own estimate, else 0, or for a splash kernel, which has none, by formula.
 
     A matrix product of Bq queries and Bk keys takes 2 Bq Bk D FLOPs. There are two products forward (scores, output)
     and five backward (scores again; gradients of weights, query, key and value). The unfused backward pass has a kernel
     for the query's gradient and another kernel for the rest; both compute scores and the gradient of weights. The first
-    operand is the mask in blocks: a causal mask leaves i + 1 blocks in row i, a window at most the width of the grid.
+    of the shapes `operands` is the mask in blocks: a causal mask leaves i + 1 blocks in row i, a window at most the
+    width of the grid.
     """
     if "splash_mha" not in kernel.name:
         estimate = re.search(r'"cost_estimate":(\{[^}]*\})', kernel.rest)

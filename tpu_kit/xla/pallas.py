@@ -75,7 +75,10 @@ def splash_backward(settings: SplashSettings, *tensors: torch.Tensor) -> list[to
 
 
 def _kernel(heads: int, length: int, head_dim: int, settings: SplashSettings, fused: bool = True) -> Any:
-    """Makes JAX's kernel object for a shape, with its mask in blocks and a fused or unfused backward pass."""
+    """Makes JAX's kernel object for a shape, with its mask in blocks and a fused or unfused backward pass.
+
+    `heads` are query heads, `length` is a whole row's. Raises AssertionError if the row is not made of whole blocks.
+    """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
@@ -115,9 +118,9 @@ def _balanced_order(length: int, shards: int) -> Any:
 
 
 def _balanced(array: Any, axis: int, shards: int, *, back: bool = False) -> Any:
-    """Exchanges this device's tokens for its tokens in `_balanced_order`, or `back`; does nothing for one shard.
+    """Exchanges this device's tokens, along `axis`, for its tokens in `_balanced_order`, or with `back` the reverse.
 
-    A device has two blocks, with an even and an odd number, before and after the exchange.
+    Returns `array` itself for one shard. A device has two blocks, with an even and an odd number, before and after.
     """
     import jax
     import jax.numpy as jnp
@@ -196,10 +199,11 @@ def causal_masks() -> tuple[Any, Any]:
 
 @functools.cache
 def _looking_ahead() -> Any:
-    """Returns a class of masks in which a query sees the keys of a window before it and some keys after it.
+    """Returns a class of masks: a query sees the keys of a window before it and some keys after it.
 
-    The number of later keys is data. The kernel passes `q_sequence` to the mask function instead of the queries'
-    positions, so it can contain both: position * 2**bits + tokens ahead (`_with_places`). Hidden blocks are skipped.
+    It takes the shape, the window and the largest number of later keys. Their actual number is data. The kernel passes
+    `q_sequence` to the mask function instead of the queries' positions, so it can contain both: position * 2**bits +
+    tokens ahead (`_with_places`). Hidden blocks are skipped.
     """
     import numpy as np
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -235,7 +239,7 @@ def _looking_ahead() -> Any:
 
 
 def _with_places(kernel: Any, ahead: Any, most: int) -> Any:
-    """Returns a kernel whose mask reads `ahead` (S,), the number of later tokens that each query sees."""
+    """Returns a kernel whose mask reads `ahead` (S,): how many later tokens each query sees, at most `most`."""
     import jax.numpy as jnp
 
     places = (jnp.arange(ahead.shape[0], dtype=jnp.int32) << most.bit_length()) + ahead
@@ -246,7 +250,8 @@ def _with_places(kernel: Any, ahead: Any, most: int) -> Any:
 def _seen(shards: int, segment_ids: Any, *prefix_ids: Any) -> list[Any]:
     """Returns the segment ids of each run of the kernel: documents see themselves, and in a second run their prefixes.
 
-    Keys have the ids of the whole row, queries the ids of this device's share of the tokens, 1 / `shards`.
+    The second run is made only if there are prefix ids: a query with -p sees the keys with p. Keys have the ids of the
+    whole row, queries the ids of this device's share of the tokens, 1 / `shards`.
     """
     import jax.numpy as jnp
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_kernel import SegmentIds
@@ -260,7 +265,7 @@ def _seen(shards: int, segment_ids: Any, *prefix_ids: Any) -> list[Any]:
 
 
 def _forward(settings: SplashSettings, query: Any, key: Any, value: Any, *others: Any) -> tuple[Any, ...]:
-    """Computes the result of `splash_forward` in JAX."""
+    """Computes the result of `splash_forward` in JAX: (output, log-sum-exps) if `settings.trains`, else (output,)."""
     import jax
     import jax.numpy as jnp
 
@@ -296,7 +301,8 @@ def _forward(settings: SplashSettings, query: Any, key: Any, value: Any, *others
 def _backward(settings: SplashSettings, output: Any, log_sums: Any, upstream: Any, *inputs: Any) -> Any:
     """Computes the gradients of query, key and value in JAX; `jax.vjp` would run the forward kernel again.
 
-    A run of the kernel needs its own scores and the log-sum-exps over all runs; the gradients of the runs are summed.
+    `inputs` are query, key, value and ids. A run of the kernel needs its own scores and the log-sum-exps over all runs;
+    the gradients of the runs are summed.
     """
     import jax
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernels
@@ -353,7 +359,7 @@ def call(
     Args:
         function: a module's function, with its static settings as the only bound argument; returns a tuple of arrays.
         tensors: the arguments, on XLA.
-        inputs: on a mesh, the spec of each tensor; every device runs the function on its shards.
+        inputs: the spec of each tensor: on a mesh, every device runs the function on its shards; else without effect.
         outputs: the spec of each result.
         platform: the platform for which the function is lowered: "tpu" or "cpu".
     """  # fmt: skip

@@ -164,7 +164,7 @@ def _lowered(
 def _loop(
     name: str, body: Any, order: list[int], groups: Sequence[Tensors], turns: int, carried: int, reverse: bool = False
 ) -> Any:
-    """Builds a while loop over calls of `body`; its parameters are a counter and the tensors of the groups.
+    """Builds a while loop over calls of `body`; its parameters are a counter, from 0, and the tensors of the groups.
 
     Args:
         name: name of the computation.
@@ -175,6 +175,9 @@ def _loop(
         turns: number of iterations.
         carried: number of tensors of the state that `body` returns.
         reverse: whether to go from the last slice to the first.
+
+    Returns:
+        The computation; its results are the final values of its parameters, in their order.
     """
     import torch_xla.core.xla_builder as xb
     from torch_xla.experimental.scan import dynamic_slice, dynamic_update_slice
@@ -216,7 +219,7 @@ def after(done: Tensors, tensors: Tensors) -> Tensors:
 
 @cache
 def _taken() -> Any:
-    """Returns an operation that reads a slice at an index on the device, which torch_xla's indexing cannot do."""
+    """Returns an operation (stack, place) that reads a slice (1, ...) at an index on the device; torch_xla has none."""
     import torch_xla.core.xla_builder as xb
     import torch_xla.core.xla_op_registry as registry
 

@@ -104,7 +104,10 @@ def _sharding(mesh: Mesh, spec: Spec) -> Any:
 
 
 def sharded_kernel(function: Callable[..., Any], inputs: Sequence[Spec], outputs: Sequence[Spec]) -> Callable[..., Any]:
-    """Returns a JAX function that every device runs on its shards; on a single device, the function itself."""
+    """Returns a JAX function that every device runs on its shards; on a single device, the function itself.
+
+    `inputs` and `outputs` are the specs of the arguments and of the results, a tuple.
+    """
     mesh = active_mesh()
     if mesh.size == 1:
         return function

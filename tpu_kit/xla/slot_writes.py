@@ -14,7 +14,7 @@ _SLOTS = 16  # rows in a tile of bf16; a TPU writes whole tiles
 
 
 def write_slot(stack: torch.Tensor, new: torch.Tensor, place: torch.Tensor, slot: torch.Tensor) -> torch.Tensor:
-    """Returns a stack with `new` written to a buffer from a slot on; only CPU and GPU change `stack` itself.
+    """Returns `stack` with `new` in buffer `place` from `slot` on: on CPU and GPU `stack` itself, else a new tensor.
 
     torch_xla lowers `index_copy` to a scatter, which a TPU cannot run in place. The compiler gives the stack the layout
     of the written values; with the layout of a single slot, attention would copy whole buffers. In a stack of several
@@ -24,7 +24,7 @@ def write_slot(stack: torch.Tensor, new: torch.Tensor, place: torch.Tensor, slot
         stack: (G, B, heads, S, D).
         new: (B, heads, n, D), of the same dtype.
         place: index of the buffer, () int64.
-        slot: the first slot, (1,) int64.
+        slot: the first slot, (1,) int64, at most S - n.
     """
     if is_traced(stack):
         return slices.write(stack, new, place, slot)
@@ -38,7 +38,10 @@ def write_slot(stack: torch.Tensor, new: torch.Tensor, place: torch.Tensor, slot
 
 @cache
 def _slot_writer(count: int) -> Any:
-    """Returns an operation that writes `count` slots, with old values around a single new slot at the place `own`."""
+    """Returns an operation that writes `count` slots, with old values around a single new slot at the place `own`.
+
+    It takes the stack, the new values, the buffer's index, the first slot to write, and `own`, counted from that slot.
+    """
     import torch_xla.core.xla_builder as xb
     import torch_xla.core.xla_op_registry as registry
 

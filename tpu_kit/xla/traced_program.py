@@ -83,6 +83,8 @@ def lower(
 ) -> Program:
     """Lowers the graph of `outputs` as torch_xla does when it cuts the graph; sorts the list `outputs`.
 
+    The program's results are in the sorted order, by `tensor_number`.
+
     Args:
         outputs: all tensors that the step computes and that are alive after it.
         replaced: ids (`tensor_number`) of the tensors whose buffers get new values.
