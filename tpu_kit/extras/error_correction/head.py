@@ -62,7 +62,7 @@ class ErrorCorrection(StatesHead):
 
     Args:
         hidden_size: the model's hidden size H.
-        width: size of f.
+        width: number of features in the head's hidden layer f.
         components: number K of Gaussians.
         size: number D of dimensions of the projected residual.
     """
@@ -113,7 +113,10 @@ class ErrorCorrectionObjective(Objective):
         self._supervised = SupervisedObjective(config.optim)
 
     def attach(self, model: torch.nn.Module, load: Callable[[ModelConfig], Any]) -> None:
-        """Sets `model.objective`: the head with a closed gate, and the random projection, which is not saved."""
+        """Sets `model.objective` to a head that changes nothing before training; does not use `load`.
+
+        Its buffer `projection`, random by `optim.seed`, is not saved.
+        """
         weight = models.output_embedding(model).weight.detach()
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self._seed)

@@ -38,7 +38,8 @@ def harness_model(
         config: the model, and where it runs.
         adapter_dir: a run or its adapter; None for the base model.
         batch_size: maximum rows of a batch per replica.
-        truncate: cut the beginning of contexts that are too long; otherwise they are errors.
+        truncate: whether to cut off the beginning of contexts that are too long; otherwise requests with them raise
+            ValueError.
 
     Raises:
         ValueError: lm-eval is not installed, or the adapter or the tokenizer cannot be read.
@@ -74,7 +75,7 @@ class Requests:
         `think_end_token` of lm-eval's own models. A reply that ends within its reasoning has an empty answer.
 
         Raises:
-            ValueError: the generator lacks an option, or a context is too long.
+            ValueError: the generator lacks an option, or a context is too long and `truncate` is false.
         """
         groups: dict[Sampling, list[int]] = {}
         for number, request in enumerate(requests):
@@ -93,8 +94,11 @@ class Requests:
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """Returns (log-likelihood in nats, whether greedy decoding produces it) for every continuation.
 
+        A blank context is replaced by BOS, or by EOS if the tokenizer has no BOS.
+
         Raises:
-            ValueError: a continuation is empty or fills the model's positions, or it is too long with its context.
+            ValueError: a continuation is empty or fills the model's positions; or it is too long with its context, and
+                `truncate` is false.
         """
         rows, lengths = [], []
         for number, request in enumerate(requests):
@@ -115,7 +119,10 @@ class Requests:
         ]
 
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
-        """Returns the log-likelihoods of whole texts in nats, in `windows` if they exceed the model's positions."""
+        """Returns the log-likelihoods of whole texts in nats, in `windows` if they exceed the model's positions.
+
+        The token before a text is BOS, or EOS if the tokenizer has no BOS. An empty text has 0.0.
+        """
         rows, owners, lengths = [], [], []
         for number, request in enumerate(requests):
             for row, new in windows([self._first, *self._encode(request.args[0], special=False)], self._positions):
@@ -163,7 +170,10 @@ class Requests:
         return self._with_ends(text, special)[0]
 
     def _with_ends(self, text: str, special: bool = True) -> tuple[list[int], list[int]]:
-        """Returns the token ids of a text, and the end of every token in characters; `special` adds BOS, never EOS."""
+        """Returns the token ids of a text, and for each token the index of the character after it.
+
+        `special` adds the tokenizer's special tokens at the beginning, unless the text begins with BOS; never EOS.
+        """
         begin, end = self._tokenizer.bos_token, self._tokenizer.eos_token_id
         special = special and not (begin and text.startswith(begin))  # a rendered chat includes it
         encoded = self._tokenizer(text, add_special_tokens=special, return_offsets_mapping=True)
@@ -173,7 +183,10 @@ class Requests:
         return ids, [end for _, end in encoded["offset_mapping"]][: len(ids)]
 
     def _pair(self, context: str, continuation: str) -> tuple[list[int], list[int]]:
-        """Returns the tokens of context and continuation; trailing spaces of the context go to the continuation."""
+        """Returns the tokens of context and continuation; trailing spaces of the context go to the continuation.
+
+        A blank context becomes BOS, or EOS without BOS. A token across the border goes to the continuation.
+        """
         bare = context.rstrip()
         if not bare:
             return [self._first], self._encode(context + continuation, special=False)
@@ -182,7 +195,10 @@ class Requests:
         return ids[:cut] or [self._first], ids[cut:]
 
     def _cut(self, row: list[int], number: int) -> list[int]:
-        """Returns a row cut at its beginning to the model's positions; raises ValueError if it must not be cut."""
+        """Returns a row cut at its beginning to the model's positions.
+
+        Raises ValueError, with the request's `number`, if the row is longer and `truncate` is false.
+        """
         if len(row) > self._positions and not self._truncate:
             raise ValueError(
                 f"request {number}: its {len(row)} tokens are more than the {self._positions} positions of the model; "
@@ -194,7 +210,8 @@ class Requests:
 def windows(row: list[int], width: int) -> Iterable[tuple[list[int], int]]:
     """Yields (window, number of new tokens at its end) for windows of at most `width` tokens that cover a row.
 
-    The row's first token is only context. Later windows have one token of context; the last has as many as fit.
+    The row's first token is only context, so a row of one token has no window. Later windows have one token of
+    context; the last has as many as fit.
     """
     done = 1
     while done < len(row):
@@ -204,7 +221,10 @@ def windows(row: list[int], width: int) -> Iterable[tuple[list[int], int]]:
 
 
 def _sampling(options: Mapping[str, Any]) -> Sampling:
-    """Converts lm-eval's generation options; raises ValueError for unknown options."""
+    """Converts lm-eval's generation options; without options, greedy with at most 256 tokens.
+
+    Raises ValueError for options that the generator lacks, and for values out of range.
+    """
     rest = dict(options)
     lengths = [rest.pop(name) for name in _LENGTHS if name in rest]
     stop = rest.pop("until", None) or []

@@ -49,8 +49,8 @@ def _fill(name: str, job: SliceJob, **values: object) -> str:
 def start_script(job: SliceJob, report: str = "", train: str = "exec {}") -> str:
     """Returns the script that every host runs: it installs the tested packages and the kit, and trains.
 
-    `report` is for gcloud's lines that report the exit code. `train` wraps the training command {}: by default, `exec`
-    replaces the shell, so that SIGTERM reaches the run.
+    `report` has shell lines for its beginning, with which gcloud's script reports the exit code. `train` is shell text
+    in which the training command replaces {}; by default, `exec` replaces the shell, so that SIGTERM reaches the run.
     """
     pins = (_PACKAGE / "requirements-tpu.txt").read_text().splitlines()
     values = {
@@ -78,7 +78,7 @@ def _git(*arguments: str) -> str:
 
 
 def _revision() -> str:
-    """Returns the commit of this installation, so that a restarted host runs the same code; else "main"."""
+    """Returns the commit of this installation, so that a restarted host runs the same code; "main" if unknown."""
     with suppress(OSError, subprocess.CalledProcessError, PackageNotFoundError):
         if (_PACKAGE.parent / ".git").exists():
             return _git("rev-parse", "HEAD")
@@ -102,9 +102,10 @@ def published() -> str:
 
 
 def _requests(job: SliceJob) -> str:
-    """Returns a container's resource requests besides chips, in YAML; a full node first evicts pods without requests.
+    """Returns "cpu: N, memory: NGi, ephemeral-storage: NGi", which a container requests besides chips.
 
-    Memory holds the weights while they are loaded, and the libraries of every process; the disk holds the downloads.
+    A full node first evicts pods without requests. Memory holds the weights while they are loaded, and the libraries of
+    every process; the disk holds the downloads.
     """
     processes = 1 if job.topology.hosts > 1 or job.config.launch.mesh else job.topology.chips_per_host
     size, saved = loading_bytes(job.config, sharded=processes == 1) or 0.0, model_bytes(job.config)[0] or 0.0
@@ -114,7 +115,10 @@ def _requests(job: SliceJob) -> str:
 
 
 def skypilot(job: SliceJob, folder: Path) -> Written:
-    """Returns a task for `sky jobs launch` and commands: SkyPilot replaces a lost slice, and restarts by exit code."""
+    """Returns a task for `sky jobs launch` and commands: SkyPilot replaces a lost slice, and restarts by exit code.
+
+    The result is ({"task.yaml": text}, commands by purpose); `folder` is only the file's place in the commands.
+    """
     names = ", ".join(f"{name}: null" for name in job.secrets)
     task = _fill(
         "task.yaml", job, script=indent(start_script(job), "  "), spot=str(job.spot).lower(),
@@ -131,7 +135,11 @@ def skypilot(job: SliceJob, folder: Path) -> Written:
 
 
 def jobset(job: SliceJob, folder: Path) -> Written:
-    """Returns a JobSet for a GKE cluster with a node pool of the slice, and commands; Kueue may queue it."""
+    """Returns a JobSet for a GKE cluster with a node pool of the slice, and commands; Kueue may queue it.
+
+    The result is (texts by file name, commands by purpose): jobset.yaml, and secrets.env if the job has secrets.
+    `folder` is only the files' place in the commands.
+    """
     selector = '\n              cloud.google.com/gke-spot: "true"' if job.spot else ""
     selector += f"\n              topology.kubernetes.io/zone: {job.zone}" if job.zone else ""
     toleration = "\n            - {key: cloud.google.com/gke-spot, operator: Exists, effect: NoSchedule}"
@@ -152,7 +160,11 @@ def jobset(job: SliceJob, folder: Path) -> Written:
 
 
 def xpk(job: SliceJob, folder: Path) -> Written:
-    """Returns a start-up script, which xpk's own JobSet runs as a single line, and commands."""
+    """Returns a start-up script, which xpk's own JobSet runs as a single line, and commands.
+
+    The result is (texts by file name, commands by purpose): start.sh, and secrets.env if the job has secrets. `folder`
+    is only the files' place in the commands.
+    """
     of_cluster = f'--cluster "$CLUSTER" --zone {job.zone}'
     script = f"$(base64 < {_quoted(folder, 'start.sh')} | tr -d '\\n')"
     lines = [
@@ -173,7 +185,10 @@ def xpk(job: SliceJob, folder: Path) -> Written:
 
 
 def gcloud(job: SliceJob, folder: Path) -> Written:
-    """Returns start.sh for TPU VMs, which reports exit codes, launch.sh, which replaces a lost slice, and commands."""
+    """Returns start.sh for TPU VMs, which reports exit codes, launch.sh, which replaces a lost slice, and commands.
+
+    The result is (texts by file name, commands by purpose); `folder` is only the files' place in the commands.
+    """
     at, resource = f"{job.name} --zone={job.zone}", "gcloud compute tpus queued-resources"
     codes = f"{job.config.remote}/exit-codes"
     report = _fill("gcloud-report.sh", job, codes=shlex.quote(codes))

@@ -13,8 +13,8 @@ from tpu_kit.machine.storage.atomic import write_text
 def write(job: SliceJob, engine: str, folder: Path) -> str:
     """Writes a checked job's files and commands.txt to a folder, which is created if missing; starts nothing.
 
-    `engine` is a name in `ENGINES`. Returns the text that `python -m tpu_kit pod` prints; raises ValueError if a file
-    cannot be written.
+    `engine` is a name in `ENGINES`. Files of the same names are replaced. Returns the text that `python -m tpu_kit pod`
+    prints; raises ValueError if a file cannot be written.
     """
     files, commands = ENGINES[engine](job, folder)
     width = max(map(len, commands)) + 2
@@ -37,7 +37,7 @@ def write(job: SliceJob, engine: str, folder: Path) -> str:
 
 
 def _cost(job: SliceJob) -> list[str]:
-    """Returns lines with the price of an hour, and of the run if the planner can estimate its duration."""
+    """Returns lines with the price of an hour, and the run's hours, price and memory, or why they are unknown."""
     from tpu_kit.planning.planner import plan  # loads much
 
     rate, listed = job.rate, job.chip.price

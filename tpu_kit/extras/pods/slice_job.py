@@ -85,8 +85,9 @@ def check_job(
 ) -> SliceJob:
     """Checks that an engine of `ENGINES` can run a configuration on a slice such as "v4-32"; returns the job.
 
-    A `zone` of None is the engine's choice, an `image` of None its default; `spot` asks for Spot capacity. Secrets are
-    the variables of `SECRETS` that are set in the environment.
+    A `zone` of None is the engine's choice, but "xpk" and "gcloud" need a zone. An `image` of None is the engine's
+    default; only "jobset" and "xpk" take another image. `spot` asks for Spot capacity. Secrets are the variables of
+    `SECRETS` that are set in the environment.
 
     Raises:
         ConfigError: with all problems, their values and fixes.
@@ -152,7 +153,10 @@ def _run_problems(config: TrainConfig) -> list[str]:
 
 
 def _place_problems(config: TrainConfig, in_own_image: bool) -> list[str]:
-    """Returns a problem for every parameter that names something on this machine, which the hosts cannot read."""
+    """Returns a problem for every parameter that names something on this machine, which the hosts cannot read.
+
+    A module of the user's functions is a problem unless `in_own_image`: the user's image may have it.
+    """
     problems = []
     copy = f"copy it (gcloud storage cp -r ... {config.remote or 'gs://BUCKET/run'}/) and give its gs:// address"
     for name, place, advice in (

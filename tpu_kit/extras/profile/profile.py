@@ -51,7 +51,10 @@ def profile(config: TrainConfig, steps: int = 20, chip: str | None = None) -> Pr
 
 
 def _measured(config: TrainConfig, steps: int) -> Profile:
-    """Runs the step in every replica without checkpoints, and reads its trace; see `profile`."""
+    """Runs the step in every replica without checkpoints, and reads the trace of `steps` steps.
+
+    Replaces the folder `<output_dir>/profile`. Raises ValueError as `profile`, also if the run ended too early.
+    """
     fresh = replace(config.checkpoint, resume="never", source=None)
     config = resolve_output_dir(replace(config, checkpoint=fresh, hub=HubConfig()))  # it pushes nothing
     folder = make_output_folder(config) / "profile"
@@ -79,7 +82,7 @@ def _measured(config: TrainConfig, steps: int) -> Profile:
 
 
 def _short(config: TrainConfig, folder: Path, steps: int) -> TrainConfig:
-    """Returns a run of `window(steps)` updates into `folder`, without evaluations, trackers and checkpoints."""
+    """Returns `config` for `window(steps)` updates into `folder`, without evaluations, trackers and checkpoints."""
     return replace(
         config, output_dir=str(folder),
         optim=replace(config.optim, max_steps=window(steps), eval_steps=None, early_stop_patience=None),
@@ -89,7 +92,7 @@ def _short(config: TrainConfig, folder: Path, steps: int) -> TrainConfig:
 
 
 def _costs(trace: Trace) -> tuple[Cost, ...]:
-    """Returns the time of every operation in a trace, by name without number, source and kind."""
+    """Returns the seconds per step and device of operations, added by name (without number), source and kind."""
     devices = len({one.device for one in trace.events if one.device}) or 1
     spent: dict[tuple[str, str, str], float] = defaultdict(float)
     for one in trace.events:
@@ -100,7 +103,11 @@ def _costs(trace: Trace) -> tuple[Cost, ...]:
 
 
 def _predicted(config: TrainConfig, chip: str) -> Profile:
-    """Compiles the step for a chip, and returns the compiler's predicted times; see `profile`."""
+    """Compiles the step for a chip, and returns the compiler's predicted times.
+
+    `chip` is as in `slices.find_slice`. Raises ValueError if the compiler does not know the chip or the step does not
+    fit, CompilerUnavailable if the compiler is not installed.
+    """
     (planned,) = plan(config, [chip])
     config, where = planned.config, planned.where
     if where.topology is None:

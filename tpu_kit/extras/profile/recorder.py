@@ -65,9 +65,17 @@ def window(steps: int) -> int:
 
 
 def record(config: TrainConfig, plan: RunPlan | None = None, data: MappedData | None = None) -> None:
-    """Runs `optim.max_steps` updates, from `window`, with a trace; `plan` and `data` as in `replica.fine_tune`.
+    """Runs `optim.max_steps` updates without checkpoints and evaluations, and traces the steps in the middle.
 
     Every replica writes recording-RANK.json to the output folder; rank 0 also writes the trace.
+
+    Args:
+        config: the run; its `optim.max_steps` must be a result of `window`.
+        plan: the plan of the launching process; None plans here.
+        data: the data that this process prepared; None prepares it here.
+
+    Raises:
+        ValueError: as in `replica.fine_tune`, or torch_xla's profiler recorded no trace.
     """
     assert config.optim.max_steps is not None
     steps = (config.optim.max_steps - WARM_UP - AFTER) * 4 // 5
@@ -95,7 +103,10 @@ class _Recorder:
         self._session = (_XlaSession if rt.is_xla else _TorchSession)(rt, folder) if rt.rank == 0 else None
 
     def mark(self, phase: str, step: int) -> None:
-        """Ends the current phase, and begins `phase`, a name in `PHASES`, of update `step` of the run, from 1."""
+        """Ends the current phase, and begins `phase`, a name in `PHASES`, of update `step` of the run, from 1.
+
+        "input" may also begin or end the window and its trace. Except on a CPU, "host" waits for the previous step.
+        """
         now, first, last = time.perf_counter(), WARM_UP + 1, WARM_UP + self.steps
         if self._annotation is not None:
             self._annotation.__exit__(None, None, None)
@@ -117,7 +128,10 @@ class _Recorder:
         self._last = now
 
     def _between_steps(self, step: int, now: float) -> None:
-        """Begins and ends the window at the start of `step`, which is at `now`."""
+        """Begins the window and the trace if `step` is its first step, and ends them if `step` is the step after it.
+
+        `now` is the start of `step` by `time.perf_counter`.
+        """
         done = step - 1
         if done == 1:
             self.recording.first_seconds = now - self._begun
@@ -134,7 +148,7 @@ class _Recorder:
         self._begun = time.perf_counter()
 
     def close(self) -> None:
-        """Ends the trace, and writes the recording."""
+        """Ends the trace, and writes recording-RANK.json to the folder; ValueError if there is no trace."""
         if self._annotation is not None:
             self._annotation.__exit__(None, None, None)
         if self._session is not None:

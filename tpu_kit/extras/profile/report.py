@@ -217,7 +217,7 @@ def _timeline(p: Profile) -> Figure:
 
 
 def _slow_parts(p: Profile) -> Iterator[Advice]:
-    """Yields advice on the parts of a step in which the device does not compute."""
+    """Yields advice on the parts of a step in which the device does not compute, if they take too large a share."""
     optim, batch = p.config.optim, p.batch
     fixed = " optim.global_batch_size=null" if "optim.global_batch_size" in p.config.sources else ""
     more_rows = f"optim.batch_size={2 * batch.batch_size}{fixed} or more, if it fits"
@@ -238,7 +238,7 @@ def _slow_parts(p: Profile) -> Iterator[Advice]:
 
 
 def _of_recordings(p: Profile) -> Iterator[Advice]:
-    """Yields advice on recompilation, host reads, padding and slow replicas, from the recordings."""
+    """Yields advice on recompilation, host reads, padding and slow replicas, from a measured profile's recordings."""
     first, data = p.recordings[0], p.config.data
     if count := first.counts.get("compiles", 0):
         shapes = "keep the shapes of the step's inputs; pass values that change by step as tensors"

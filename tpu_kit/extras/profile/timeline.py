@@ -145,7 +145,7 @@ def _in_child(path: Path) -> list[Event]:
 
 
 def _xplane(path: Path) -> Iterator[Event]:
-    """Reads XPlane; on a CPU, XLA's operations are the device's events."""
+    """Yields the phases and the devices' operations in a file of XPlane, unsorted; on a CPU, XLA's operations."""
     from jax.profiler import ProfileData
 
     for plane in ProfileData.from_file(str(path)).planes:
@@ -166,7 +166,7 @@ def _xplane(path: Path) -> Iterator[Event]:
 
 
 def _chrome(path: Path) -> Iterator[Event]:
-    """Reads Chrome's JSON; on a CPU, PyTorch's outermost operations are the device's events."""
+    """Yields the phases and operations in a file of Chrome's JSON; without a GPU, PyTorch's outermost operations."""
     rows = json.loads(path.read_bytes())["traceEvents"]
     on_gpu = any(row.get("cat") == "kernel" for row in rows)
     work = ("kernel", "gpu_memcpy", "gpu_memset") if on_gpu else ("cpu_op",)
@@ -187,7 +187,7 @@ def _chrome(path: Path) -> Iterator[Event]:
 
 
 def _kind(name: str) -> str:
-    """Returns the kind of work of an operation, from its name."""
+    """Returns an operation's kind of work, from its name: collective, matrix product, copy or elementwise."""
     if _COLLECTIVE.search(name):
         return "collective"
     if name.startswith("triton_"):  # a kernel of torch.compile, named after its fused operations, such as _to_copy

@@ -90,7 +90,11 @@ class SearchResult:
     stopped: Stopped
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns answer, counts and the "tree" with nested "steps" for JSON; "chosen" marks the best chain."""
+        """Returns "answer", "tokens", "nodes", "stopped" and "tree" for JSON.
+
+        A step of the tree has "text", "score", "chosen" (whether it is in the best chain), "answer" (or None) and the
+        next "steps".
+        """
         path = {id(step) for step in self.best.chain}
 
         def plain(node: Thought) -> dict[str, Any]:
@@ -170,7 +174,7 @@ def think(
 def _think_here(
     config: TrainConfig, adapter: Path | None, question: str, options: SearchOptions, chat: bool | None
 ) -> SearchResult:
-    """Loads the model in the replica and searches; see `think`."""
+    """Loads the model in the replica and searches; `chat` as in `think`: False asks without a chat template."""
     asked: Prompt = [{"role": "user", "content": question}]
     model, tokenizer = load_here(config, adapter, runtime.current(), chat, [] if chat is False else [asked])
     if chat is False:
@@ -202,7 +206,7 @@ class _Search:
             )
 
     def _opened(self, question: str) -> list[int]:
-        """Returns the tokens of the prompt up to the first step."""
+        """Returns the tokens of the prompt up to the first step: the question, and the tag that opens reasoning."""
         codec, opening = self._generator.codec, f"{self._data.think_open}\n"
         if not self._tokenizer.chat_template:
             return self._ids(f"{question}\n{opening}")
@@ -210,7 +214,7 @@ class _Search:
         return prompt if codec.opens_reasoning(prompt) else [*prompt, *self._ids(opening)]
 
     def run(self) -> SearchResult:
-        """Extends the tree until the best chains have ended or the budget is spent; see `search`."""
+        """Extends the tree until the best chains have ended or the budget is spent, and answers; errors as `search`."""
         stopped: Stopped = "done"
         frontier = [self.root]
         while frontier:
@@ -274,7 +278,10 @@ class _Search:
         return reply.finish_reason == "length" or "\n" in self._tokenizer.decode(list(reply.tokens[-1:]))
 
     def _scores(self, children: Sequence[Thought]) -> list[float]:
-        """Returns the scores of the chains that end with `children`; raises ValueError for a failing function."""
+        """Returns the scores of the chains that end with `children`, higher is better.
+
+        Raises ValueError if the user's function fails or returns no finite number.
+        """
         how = self._options.score
         if how == "logprob":
             return [child.logprob / child.length for child in children]
