@@ -138,7 +138,9 @@ _CHAT_BLOCK = 4  # tokens printed at a time
 
 
 def as_asked(prompts: Sequence[Prompt], chat: bool | None) -> list[Prompt]:
-    """Returns the prompts, texts as chats if `chat` is true, chats as texts if it is False, pictures as bytes.
+    """Returns the prompts: texts as chats if `chat` is true, chats as texts if it is False, all others unchanged.
+
+    Chats with pictures become copies with the bytes of the pictures.
 
     Raises:
         ValueError: a mapping has no messages, a picture cannot be read, or `chat` is False and a chat has pictures,
@@ -163,7 +165,10 @@ def as_asked(prompts: Sequence[Prompt], chat: bool | None) -> list[Prompt]:
 
 
 def _with_bytes(prompt: Prompt, number: int, chat: bool | None) -> Any:
-    """Returns a chat that carries the bytes of its pictures; raises ValueError as `as_asked`, with `number`."""
+    """Returns a chat with the bytes of its pictures.
+
+    Raises ValueError, with the prompt's `number`, if `chat` is False or a picture cannot be read.
+    """
     from tpu_kit.data.images.chats import carried
 
     if chat is False:
@@ -175,7 +180,7 @@ def _with_bytes(prompt: Prompt, number: int, chat: bool | None) -> Any:
 
 
 def _seeing(config: TrainConfig, prompts: Sequence[Prompt]) -> TrainConfig:
-    """Returns `config`, with `model.images` if a prompt has pictures; raises ValueError without a vision part."""
+    """Returns `config`, with `model.images` if a prompt has pictures; ValueError if the model has no vision part."""
     if config.model.images or not any(map(has_pictures, prompts)):
         return config
     from tpu_kit.data.images.chats import seeing
@@ -184,7 +189,7 @@ def _seeing(config: TrainConfig, prompts: Sequence[Prompt]) -> TrainConfig:
 
 
 def _encoded(config: TrainConfig, tokenizer: Any, prompts: Sequence[Prompt]) -> list[Prompt]:
-    """If `model.images` and a chat template are set, replaces chats by token ids that carry their pictures.
+    """Returns the prompts; with `model.images` and a chat template, chats as token ids that carry their pictures.
 
     Raises:
         ValueError: a prompt has pictures but there is no chat template; or see `data.images.chats.encode`.
@@ -221,7 +226,10 @@ def chat(
 def _chat_here(
     config: TrainConfig, adapter: Path | None, sampling: Sampling, terminal: str, template: bool | None
 ) -> None:
-    """Loads the model in the replica and answers the lines typed in `terminal`, the path of a device."""
+    """Loads the model in the replica and prints its replies to the lines typed in `terminal`, the path of a device.
+
+    It ends at /exit or the end of the input. `template` is `chat` of `generate`: False asks every line as a text.
+    """
     rt = runtime.current()
     model, tokenizer = load_here(config, adapter, rt, template, [[{}]])
     plain = template is False or not tokenizer.chat_template
@@ -275,7 +283,17 @@ def answer(
 ) -> Answers:
     """Loads the model as `generate`, completes the prompts of `asks`, and rates `rows` of token ids (`Generator.rate`).
 
-    `asks` or `rows` may be empty. Other arguments and errors are as in `generate`.
+    Args:
+        config: the model, the reasoning tags, the system prompt and the launch.
+        asks: prompts with their options; may be empty.
+        rows: rows of token ids; may be empty.
+        adapter_dir: a run or its adapter, a folder or gs://bucket/run; None for the base model.
+        batch_size: the maximum number of rows in a batch of one replica.
+        chat: whether to use the chat template. True: also for texts. False: never. None: for chats only.
+
+    Raises:
+        ValueError: an entry of `asks` has no prompts; or as in `generate` and `Generator.rate`.
+        LaunchError: a replica failed.
     """
     for ask in asks:
         if not ask.prompts:
@@ -314,7 +332,10 @@ def _answer_share(
     folder: Path,
     chat: bool | None,
 ) -> None:
-    """Writes this replica's share to folder/rank-RANK.json, and the count of finished answers to rank-RANK.answered."""
+    """Writes this replica's completions and ratings to folder/rank-RANK.json; other arguments are as in `answer`.
+
+    Meanwhile, rank-RANK.answered has the number of its finished completions.
+    """
     rt = runtime.current()
     model, tokenizer = load_here(config, adapter, rt, chat, [prompt for ask in asks for prompt in ask.prompts])
     asks = [replace(ask, prompts=_encoded(config, tokenizer, ask.prompts)) for ask in asks]
@@ -352,8 +373,8 @@ def launch_with_adapter(
 ) -> Any:
     """Launches `fn(config, adapter=FOLDER or None, **arguments)`; returns the result of the first replica.
 
-    `fn` runs once if `launch.mesh` is set, otherwise in every replica. Its `config` names the adapter's own base. An
-    adapter in an object store is first copied. `launch` shows the name of `public`.
+    `fn` runs once if `launch.mesh` is set, otherwise in every replica. In its `config`, the adapter's own base is the
+    model. An adapter in an object store is first copied. `launch` shows the name of the function `public`.
 
     Raises:
         ConfigError: the mesh cannot shard the model.
@@ -381,7 +402,10 @@ def generator_for(
     batch_size: int,
     room: int = 0,
 ) -> Generator:
-    """Makes this replica's generator for the longest prompt plus `room` tokens, at most the model's positions."""
+    """Makes this replica's generator, whose `max_prompt` is the longest prompt plus `room` tokens.
+
+    It is at most the number of the model's positions. `batch_size` is the number of rows in a batch.
+    """
     codec = PromptCodec(tokenizer, base_model(model), config.data)
     longest = max((len(codec.encode(prompt)) for prompt in prompts), default=1) + room
     positions = max_positions(text_config(model)) or longest

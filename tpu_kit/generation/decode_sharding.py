@@ -27,8 +27,8 @@ def weights_in_place(model: torch.nn.Module, stacks: Iterable[str]) -> Iterator[
     changes nothing.
 
     Args:
-        model: on the mesh.
-        stacks: prefixes of the names of stacked tensors.
+        model: a model whose weights are on the active mesh.
+        stacks: prefixes of the names of stacked tensors, from `layer_calls.stacked_prefixes`; none without stacks.
     """
     if active_mesh().size == 1:
         yield

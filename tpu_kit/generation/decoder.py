@@ -96,7 +96,10 @@ def cache_slots(longest_prompt: int, max_new_tokens: int, block: int = BLOCK) ->
 
 
 def filled(rows: Sequence[Sequence[int]], width: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pads rows at the end with 0, and adds empty rows; returns ids (count, width) int64 and lengths (count,) int64."""
+    """Pads rows of at most `width` ids with 0 at the end, and adds empty rows up to `count`.
+
+    Returns ids (count, width) int64 and lengths without padding (count,) int64.
+    """
     ids, lengths = torch.zeros(count, width, dtype=torch.int64), torch.zeros(count, dtype=torch.int64)
     for place, row in enumerate(rows):
         ids[place, : len(row)] = torch.tensor(row, dtype=torch.int64)
@@ -125,7 +128,7 @@ def choose(
 
     Args:
         logits: (B, V) fp32.
-        uniform: (B,) fp32 random numbers in [0, 1).
+        uniform: (B,) fp32 random numbers in [0, 1); "greedy" does not read them.
         knobs: (6,) fp32 from `Sampling.knobs`.
         kind: `Sampling.kind`; every kind compiles its own program.
         occurred: (B, V) fp32, 1 for tokens that have already occurred; None without a repetition penalty.
@@ -246,7 +249,7 @@ class Decoder:
         Args:
             batch: the B prompts.
             samples: samples per prompt.
-            steps: tokens that follow; on XLA, P + steps must be at most the Decoder's `slots`.
+            steps: tokens that follow; on XLA, the prompts' width P + steps must be at most the Decoder's `slots`.
             rows: prompts in one prefill, a divisor of B; None means all.
         """
         count, width = batch.ids.shape
@@ -321,7 +324,7 @@ class Decoder:
             ended: whether a row is padding, for B * samples rows.
             uniforms: (steps, rows) fp32, from `Sampling.uniforms`.
             sampling: the options; None in an option has no effect.
-            rules: from the model's generation config; ValueError as in `GenerationRules.tensors`.
+            rules: from the model's generation config; ValueError if a bias is for a token outside of the vocabulary.
         """
         width = batch.ids.shape[1]
         every = batch.lengths, batch.ends, batch.last
@@ -481,7 +484,10 @@ class Decoder:
         device_type: str | None = None,
         images: Mapping[str, torch.Tensor] = MappingProxyType({}),
     ) -> Any:
-        """Runs the model or its decoder on ids (B, S) at positions (B, S); fills the cache, returns its output."""
+        """Runs `module`, the model or its decoder, on ids (B, S) at positions (B, S); fills the cache.
+
+        Returns the output of `module`. `device_type` selects kernels (None: the runtime's); `images` as in `Batch`.
+        """
         named = {_cache_name(module.__class__): cache}
         given, seen, additions = families.decoder_inputs(self._causal, {"input_ids": ids, **images})
         inputs = LayerInputs(Visibility(**seen), cache, device_type or self._rt.device_type, additions)
@@ -525,7 +531,10 @@ class Decoder:
     def _program(
         self, key: Any, fn: Any, example: Sequence[torch.Tensor], steps: int | None = None, carried: int = 0
     ) -> Any:
-        """Returns `fn` as a program built once per key; without XLA, `fn` itself. `steps`, `carried`: see `Traced`."""
+        """Returns `fn` as a program for tensors like `example`, built once per key; without XLA, `fn` itself.
+
+        `key` is a tuple that begins with the program's name. For `steps` and `carried`, see `Traced`.
+        """
         if not self._rt.has_programs:
             return fn
         name = str(key[0])

@@ -49,7 +49,9 @@ class GenerationRules:
 
     @classmethod
     def of(cls, config: Any) -> GenerationRules:
-        """Reads transformers' `GenerationConfig`.
+        """Reads the rules of a `GenerationConfig` of transformers; ignores settings that are no rule of this class.
+
+        Forbidden tokens and sequences become biases of -inf.
 
         Raises:
             ValueError: transformers does not accept a setting.
@@ -158,7 +160,10 @@ def _completed(
 
 
 def _without_repeats(logits: torch.Tensor, position: torch.Tensor, said: torch.Tensor, size: int) -> torch.Tensor:
-    """Returns the logits (B, V), -inf for tokens that would repeat a sequence of `size` tokens in the row."""
+    """Returns the logits (B, V), -inf for tokens that would repeat a sequence of `size` tokens in the row.
+
+    `position` and `said` are as in `GenerationRules.apply`.
+    """
     windows = said.shape[1] - size + 1
     ends = torch.arange(size - 1, said.shape[1], device=said.device)
     matches = (ends <= position[:, None]) & (position[:, None] + 1 >= size)

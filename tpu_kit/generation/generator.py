@@ -112,7 +112,7 @@ class Generator:
             prompts: texts, chats (lists of messages) or lists of token ids, which may carry pictures.
             sampling: greedy by default, with the Generator's max_new_tokens.
             n: samples per prompt; they share one prefill.
-            truncate: whether to cut off the beginning of a prompt that is too long.
+            truncate: whether to cut off the beginning of a prompt that is too long, unless it carries pictures.
 
         Returns:
             n consecutive completions per prompt, in the order of the prompts.
@@ -137,18 +137,18 @@ class Generator:
         """Completes this replica's share of the prompts; all replicas must call it with the same arguments.
 
         Args:
-            prompts: as in `generate`.
-            sampling: as in `generate`.
-            n: as in `generate`.
-            truncate: as in `generate`.
+            prompts: texts, chats (lists of messages) or lists of token ids, which may carry pictures.
+            sampling: how tokens are chosen.
+            n: samples per prompt.
+            truncate: whether to cut off the beginning of a prompt that is too long; otherwise it is an error.
             progress: called after each block with the number of completions that this replica has finished.
             replica: (rank, number of replicas); the runtime's by default.
             stop: called before each batch and after each block; if it returns True, on XLA:CPU in any replica, the
                 current batch and the rest are abandoned.
 
         Returns:
-            Completions by (number of the prompt, number of the sample); abandoned completions are missing. Errors are
-            as in `generate`.
+            Completions of this replica by (number of the prompt, number of the sample), from 0; abandoned completions
+            are missing. Errors are as in `generate`.
         """
         if n < 1:
             raise ValueError(f"n={n}: must be 1 or more samples")
@@ -181,8 +181,9 @@ class Generator:
     def stream(self, prompt: Prompt, sampling: Sampling | None = None, truncate: bool = False) -> Iterator[str]:
         """Completes one prompt and yields its text in pieces, at most one per block.
 
-        To print them: `for piece in generator.stream(...): print(piece, end="", flush=True)`. The errors of `generate`
-        are raised at the first piece.
+        To print them: `for piece in generator.stream(...): print(piece, end="", flush=True)`. Arguments are as in
+        `generate`: greedy by default, and `truncate` cuts off the beginning of a prompt that is too long. The errors of
+        `generate` are raised at the first piece.
         """
         sampling = self._filled(sampling or Sampling(self._limits[1]))
         (ids,) = self._encode([prompt], sampling, truncate)
@@ -197,7 +198,7 @@ class Generator:
                 sent = text
 
     def rate(self, rows: Sequence[Sequence[int]], share: bool = False) -> dict[int, Rating]:
-        """Computes the likelihood of the tokens of each row; returns ratings by row number.
+        """Computes the likelihood of the tokens of each row; returns ratings by row number, from 0.
 
         Args:
             rows: token ids, which may carry pictures.
@@ -241,7 +242,10 @@ class Generator:
         return self.defaults.fill(sampling)
 
     def _encode(self, prompts: Sequence[Prompt], sampling: Sampling, truncate: bool) -> list[list[int]]:
-        """Returns the token ids of the prompts, with the beginning cut off if `truncate`; raises as `generate`."""
+        """Returns the token ids of the prompts; raises as `generate`.
+
+        `truncate` cuts off the beginning of a prompt that is too long; with pictures or without `truncate`, ValueError.
+        """
         if not prompts:
             raise ValueError("there are no prompts; give one or more")
         most, room = self._limits
@@ -295,6 +299,7 @@ class Generator:
         """Generates one batch; after each block yields its rows, n adjacent rows per prompt, the same growing objects.
 
         `numbers` are the prompts' numbers for the random draws, and `size` is the number of prompts to pad to on XLA.
+        `width` is the length of a padded prompt without its last token, `world` the number of replicas in step.
         """
         size = size if self._rt.has_programs else len(prompts)
         ids, lengths = filled([prompt[:-1] for prompt in prompts], width, size)

@@ -102,7 +102,10 @@ class Cache(LayerCache):
         return self.tensors[0].shape[1], 0 if keys is None else keys.shape[3]
 
     def _write(self, layer: int, name: str, new: torch.Tensor, slot: torch.Tensor | None = None) -> torch.Tensor:
-        """Writes (B, heads, n, size) to a buffer from `slot` on; returns the buffer, (B, heads, slots, size)."""
+        """Writes (B, heads, n, size) to a buffer from `slot` (1,) on; returns the buffer, (B, heads, slots, size).
+
+        A `slot` of None is slot 0.
+        """
         stack, zero = self.stacks[layer, name], torch.zeros(1, dtype=torch.int64, device=new.device)
         place = zero[0] if self._place is None else self._place
         stack = write_slot(stack, new.to(stack.dtype), place, zero if slot is None else slot)
@@ -116,9 +119,9 @@ class Cache(LayerCache):
                         else self._place)  # fmt: skip
 
     def update(self, key: torch.Tensor, value: torch.Tensor, layer: int, *_: Any, **__: Any) -> Any:
-        """Stores keys and values (B, heads, n, D); called by the layers of transformers.
+        """Stores keys and values (B, heads, n, D), or records their shapes without stacks; called by the layers.
 
-        Returns the keys and values to attend to: the given tensors in a prefill, the whole buffers in a decode step.
+        Returns keys and values to attend to: in a prefill the given tensors, in a decode step the whole buffers.
         """
         count = heads_beside(key, value) if self._count > 1 else 1
         new = {"keys": side_by_side(key, count), "values": side_by_side(value, count)}
@@ -134,7 +137,10 @@ class Cache(LayerCache):
         """Returns None, so that layers always convolve the inputs that `update_conv_state` returns."""
 
     def update_conv_state(self, new: torch.Tensor, layer: int, conv_kernel_size: int) -> torch.Tensor:
-        """Stores the last inputs of a convolution; returns its inputs (B, D, n), which end in `new` (B, D, S)."""
+        """Stores the last inputs of a convolution; returns its inputs (B, D, n), which end in `new` (B, D, S).
+
+        In a prefill they are `new` itself; in a decode step, the conv_kernel_size - 1 earlier inputs come before it.
+        """
         past, rows = conv_kernel_size - 1, new.transpose(1, 2)[:, None]
         if not self.stacks:
             self.buffers[layer, "tail"] = Buffer(self._count, 1, past, new.shape[1])
@@ -306,6 +312,8 @@ def _attend_one(
     softcap: float | None, s_aux: torch.Tensor | None, plain: bool,
 ) -> torch.Tensor:  # fmt: skip
     """Computes attention of a decode step, from query (B, heads, 1, D) and buffers of the cache; `plain`: not on XLA.
+
+    `mask` is from `Cache.mask`; the other arguments are as in `cached_attention`.
 
     Returns:
         (B, m, query heads per cache head, D) for the m heads of the cache, which may be groups of heads side by side.

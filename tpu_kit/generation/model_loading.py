@@ -32,9 +32,10 @@ def load_here(
 ) -> tuple[torch.nn.Module, Any]:
     """Loads the model and its tokenizer; returns (model on the replica's device, tokenizer).
 
-    An adapter that was trained on plain text has no chat template. If `chat` is true, the base model's template (or
-    ChatML if it has none) is used instead. Otherwise, if `prompts` have a chat, rank 0 tells on stderr that prompts are
-    asked as plain text. Raises ValueError as `load_for_generation` and `check_generation`.
+    `adapter` is the folder of an adapter; None for the base model. An adapter that was trained on plain text has no
+    chat template. If `chat` is true, the base model's template (or ChatML if it has none) is used instead. Otherwise,
+    if `prompts` have a chat, rank 0 tells on stderr that prompts are asked as plain text. Raises ValueError as
+    `load_for_generation` and `check_generation`.
     """
     model, tokenizer = runtime.load_once(rt, lambda: _read(config, adapter, rt))
     if chat and not tokenizer.chat_template:

@@ -145,7 +145,7 @@ class PromptCodec:
         return list(self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
     def _chat(self, chat: Sequence[Mapping[str, Any]], tools: list[Any] | None = None) -> list[int]:
-        """Returns the token ids of a chat; see `encode`."""
+        """Returns the token ids of a chat, which the template renders with `tools`; ValueError as in `encode`."""
         if has_pictures(chat):
             raise ValueError("it has pictures: call `generate`, or give the Generator token ids that carry them")
         messages = [dict(message) for message in chat]
@@ -176,7 +176,11 @@ class PromptCodec:
         return self.tokenizer.decode(ids, clean_up_tokenization_spaces=False)
 
     def _stop_in(self, text: str, sampling: Sampling, opened: bool) -> int | None:
-        """Returns the index of the first stop string, None without one; see `Sampling.stop_in_reasoning`."""
+        """Returns the index of the first stop string, None without one.
+
+        Without `Sampling.stop_in_reasoning`, only stop strings after the reasoning count, so the result is None while
+        reasoning may be open. `opened`: whether the prompt ended with the opening reasoning tag.
+        """
         begin = 0
         if not sampling.stop_in_reasoning:
             reasoning, closed, answer = text.partition(self.data.think_close)
@@ -187,7 +191,7 @@ class PromptCodec:
         return min((start for stop in sampling.stop if (start := text.find(stop, begin)) >= 0), default=None)
 
     def settled(self, text: str, sampling: Sampling) -> str:
-        """Returns the beginning of an unfinished reply that later tokens cannot change."""
+        """Returns the beginning of `text`, an unfinished reply, that later tokens cannot change."""
         text = text.rstrip("\ufffd")  # an incomplete character
         pending = max(
             (n for stop in sampling.stop for n in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:n])),
@@ -196,7 +200,7 @@ class PromptCodec:
         return text[: len(text) - pending]
 
     def completion(self, row: Row, sampling: Sampling) -> Completion:
-        """Makes the completion of a finished reply."""
+        """Makes the completion of a finished reply; its `finish_reason` is "stop" if `row.ended`, else "length"."""
         text = self.text(row, sampling)
         reasoning, answer = split_reasoning(text, self.data, row.opened)
         return Completion(

@@ -279,7 +279,7 @@ def _random_ids(*lengths: int) -> list[torch.Tensor]:
 
 
 def _eager(model: Any, ids: torch.Tensor) -> torch.Tensor:
-    """Returns the logits (S, V) of transformers' model for one row of token ids (S,)."""
+    """Returns the logits (S, V) of transformers' model for a row of token ids (S,); ValueError if it fails."""
     try:
         logits: torch.Tensor = model(input_ids=ids[None], use_cache=False).logits[0]
     except Exception as error:
@@ -310,7 +310,7 @@ class _Texts:
         return _random_ids(*_DOCUMENTS)
 
     def rows(self, packing: bool) -> dict[str, torch.Tensor]:
-        """Returns a batch that has the documents in order."""
+        """Returns a batch that has the documents in order; without `packing`, a row per document."""
         return _packed(self.documents, _ROW, packing)
 
 
@@ -331,7 +331,7 @@ class _Pictured(_Texts):
         return torch.cat([self.reference_of.logits(stock, one) for one in self.reference_of.documents(self.config)])
 
     def rows(self, packing: bool) -> dict[str, torch.Tensor]:
-        """See `_Texts.rows`."""
+        """Returns a batch of one row with all documents and their images; `packing` has no effect."""
         held = self.reference_of.documents(self.config)
         lengths = [len(one.ids) for one in held]
         length, starts = sum(lengths) + 3, np.cumsum([0, *lengths[:-1]]).tolist()
@@ -370,7 +370,10 @@ def _pictured(model: PreTrainedConfig, trust_remote_code: bool) -> _Pictured:
 def _compare_training(
     config: TrainConfig, model: PreTrainedConfig, device_type: str, device: torch.device, held: _Texts | None = None
 ) -> str:
-    """Describes how the copy's logits or gradients on `device` differ from transformers'; "" if they match."""
+    """Describes how the copy's logits or gradients on `device` differ from transformers'; "" if they match.
+
+    Arguments and errors are as in `differences`; a `held` of None compares random tokens.
+    """
     shares = differences(config, model, device_type, device, held)
     most, gradient = _TOLERANCE, _GRADIENT_TOLERANCE
     if not (shares["logits"] <= most and max(shares.values()) <= gradient):
@@ -440,7 +443,7 @@ def differences(
 
 
 def _shares(result: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> dict[str, float]:
-    """Returns the result of `differences` for two results of `_backward`."""
+    """Returns the result of `differences`, by name of the tensor, for a result of `_backward` and the reference."""
     least = _SMALL * max(float(gradient.norm()) for name, gradient in expected.items() if name != "logits")
     shares = {name: float((result[name] - wanted).norm()) / max(float(wanted.norm()), least)
               for name, wanted in expected.items()}  # fmt: skip
@@ -481,7 +484,7 @@ def _prepare(model: torch.nn.Module, config: TrainConfig, device_type: str, held
 
 
 def _backward(model: torch.nn.Module, logits: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Returns, on the CPU, the logits and the gradients of their randomly weighted sum, by parameter name."""
+    """Returns, on the CPU, "logits" and the gradients of their randomly weighted sum, by parameter name."""
     generator = torch.Generator().manual_seed(4)
     (logits * torch.randn(logits.shape, generator=generator).to(logits.device)).sum().backward()
     trained = models.trainable_parameters(model)

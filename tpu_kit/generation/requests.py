@@ -77,8 +77,8 @@ class Prompts(AnsweringModel):
 def read_prompts(file: str) -> list[Prompt]:
     """Reads a file of prompts: a text per line; if it is .jsonl, objects with "prompt", or "messages" and "tools".
 
-    A JSON line may have "images" or an "image": paths below the file's folder, data URLs, or bucket addresses. Blank
-    lines are skipped.
+    A JSON line may have "images" or an "image": paths below the file's folder, data URLs, or bucket addresses; its
+    prompt is then a chat with the pictures' bytes. Blank lines are skipped.
 
     Raises:
         ValueError: the file or a picture cannot be read, or a line has no prompt; the text names the line.
@@ -93,7 +93,10 @@ def read_prompts(file: str) -> list[Prompt]:
 
 
 def _prompt(place: str, line: str, file: str) -> Prompt:
-    """Returns the prompt of a JSON line, with pictures as bytes; raises ValueError, whose text begins with `place`."""
+    """Returns the prompt of a JSON line, with the bytes of its pictures, which are below the folder of `file`.
+
+    Raises ValueError, whose text begins with `place`, if the line is no prompt or a picture cannot be read.
+    """
     try:
         row = json.loads(line)
     except ValueError:
@@ -128,7 +131,15 @@ def _prompt(place: str, line: str, file: str) -> Prompt:
 
 
 def about(prompt: Prompt, images: Sequence[Any]) -> Prompt:
-    """Returns a chat as a mapping with `images`; parts may mark their places. ValueError: it already has pictures."""
+    """Returns a chat as a mapping with "images", whose places its parts may mark.
+
+    Args:
+        prompt: the messages of a chat, or a mapping with "messages"; not a text.
+        images: the pictures of the chat.
+
+    Raises:
+        ValueError: the chat already has pictures of its own.
+    """
     from tpu_kit.generation.prompts import image_parts
 
     whole: Any = prompt if isinstance(prompt, Mapping) else {"messages": prompt}

@@ -96,7 +96,7 @@ class Evaluation:
         return "\n".join(f"{name:<25}{value}" for name, value in self.figures().items())
 
     def figures(self) -> dict[str, str]:
-        """Returns the metrics by name, formatted for a table."""
+        """Returns the metrics as texts, by the names in the printed table; metrics without meaning are missing."""
         return {
             "correct (95 % interval)": str(self.accuracy),
             **{f"correct, {name}": str(accuracy) for name, accuracy in self.by_source.items()},
@@ -108,7 +108,10 @@ class Evaluation:
         }
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the fields without the samples for JSON, with "failed", "reasons" and, for a mix, "by_source"."""
+        """Returns the fields without the samples for JSON, with the properties "failed" and "reasons".
+
+        "accuracy" also has "share", None without judged rows. A mix has "by_source": "correct" and "total" by source.
+        """
         plain = asdict(self)
         del plain["samples"]
         plain["accuracy"]["share"] = self.accuracy.share if self.accuracy.total else None
@@ -143,7 +146,10 @@ class Comparison:
     head: Comparison | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns values for JSON: the fields, "samples" with the answers of both models, and "without_head"."""
+        """Returns the fields for JSON, and "samples"; "without_head" replaces `head` if there is a head.
+
+        A sample has "question", "expected", and "base" and "tuned" with "answer", "correct" and perhaps "error".
+        """
         samples = [
             {"question": base.question, "expected": base.expected, "base": base.to_dict(), "tuned": tuned.to_dict()}
             for base, tuned in zip(self.base.samples, self.tuned.samples, strict=True)
@@ -186,6 +192,8 @@ def compare(
     base: Evaluation, tuned: Evaluation, seen_in_training: int = 0, training_data_known: bool = True
 ) -> Comparison:
     """Compares two evaluations row by row; a row that is not judged in one of them is neither gained nor lost.
+
+    `seen_in_training` and `training_data_known` are only copied to the result.
 
     Raises:
         ValueError: the rows, their order or the token limits of answers differ.

@@ -90,7 +90,7 @@ _ASSIGNED = re.compile(r"\s*[A-Za-z](?:_\{?\w{1,9}\}?)?\s*(?:=|\\in(?![A-Za-z])|
 
 
 def same(expected: str, statement: Statement) -> bool:
-    """Whether a statement equals the expected text, by the kind of the expected text (number, letter, ...).
+    """Whether a statement equals the expected text, by the kind of the expected text: number, letter, moment, ...
 
     Raises:
         ValueError: the expected formula cannot be parsed.
@@ -185,6 +185,7 @@ def same_list(expected: str, statement: Statement) -> bool | None:
     r"""Compares lists of two or more values in any order; None if the lengths differ, and for tuples and intervals.
 
     If one list has square brackets and the other has no brackets, the order counts. 1 \pm 2 is a list of two values.
+    Values are compared, and errors raised, as in `same`.
     """
     texts = [without_dollars(clean(text)).strip(" .") for text in (expected, statement.text)]
     kinds = [_bracket(text) for text in texts]
@@ -203,9 +204,10 @@ def same_list(expected: str, statement: Statement) -> bool | None:
 
 
 def same_formula(expected: str, statement: Statement, *, required: bool = False) -> bool | None:
-    """Compares formulas with math-verify; None if the expected text is not a formula, unless `required`.
+    """Compares formulas with math-verify; None if the expected text is not a formula.
 
-    False if the statement has no formula, another unit, or only one of the two is a set and the other has brackets.
+    With `required`, an expected text that does not look like a formula is compared, too, and the result is never None.
+    False if the statement has no formula or another unit, or if a set is compared with a tuple or an interval.
 
     Raises:
         ValueError: the expected formula cannot be parsed.
@@ -235,7 +237,10 @@ def _read_in_parts(text: str) -> list[Quantity | None]:
 
 
 def _formula(text: str, *, marked: bool) -> str | None:
-    """Returns the text if it is a formula, its formula at the beginning (if marked) or at the end ($...$), or None."""
+    """Returns the text if it is a formula; else, if `marked`, its beginning; else its last $...$ without the signs.
+
+    Adjacent $...$ are joined with commas. None if there is no formula, or if words before the last bound or change it.
+    """
     for part in (text, _CLAUSE.split(text, maxsplit=1)[0]) if marked else (text,):
         bare = without_dollars(part).strip(" \n.,;:\"'")
         if is_expression(_without_unit(bare)[0]) or quantity(bare):
@@ -254,7 +259,7 @@ def _formula(text: str, *, marked: bool) -> str | None:
 
 
 def _without_unit(formula: str) -> tuple[str, str]:
-    """Splits a formula into (formula, unit); the unit is empty if there is none."""
+    """Splits a formula into (formula, unit's canonical name); the name is empty without a known unit."""
     unit = _LAST_UNIT.search(formula)
     reading = quantity(f"1 {unit[1]}") if unit else None
     if unit is None or reading is None or not (reading.unit or len(unit[1]) > 3):
@@ -269,7 +274,10 @@ def _bracket(text: str) -> str:
 
 
 def _items(text: str) -> list[str]:
-    r"""Splits a list at commas, "and", "or", \cup and plus-minus signs; a text of one value gives one item."""
+    r"""Splits a list at commas, "and", "or", \cup and plus-minus signs outside of brackets, without "x =" before it.
+
+    A text of one value, and a text of more than 500 characters, is one item.
+    """
     text = text.strip(" .$")
     if len(text) > _LONGEST_LIST:
         return [text]

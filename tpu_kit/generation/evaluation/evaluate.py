@@ -56,7 +56,18 @@ class AdapterRows(NamedTuple):
 def rows_of_adapter(
     config: TrainConfig, adapter_dir: str | Path, prepared: Prepared | None = None, *, chat: bool | None = None
 ) -> AdapterRows:
-    """Prepares the held-out rows of an adapter's run, unless `prepared`; arguments, errors as in `evaluate_adapter`."""
+    """Prepares the held-out rows on which an adapter is evaluated, and tells on stderr if their form is unexpected.
+
+    Args:
+        config: the run.
+        adapter_dir: a run or its adapter, a folder or gs://bucket/run.
+        prepared: the data of the adapter's run, returned as they are; None prepares the rows of `config`.
+        chat: whether the chat template renders questions; None: unless the adapter was trained on plain text.
+
+    Raises:
+        ValueError: the adapter was trained on other base weights, `chat` is true but the rows are plain text, or as in
+            `held_out`.
+    """
     run, adapter_dir = find_run(adapter_dir).folder, adapter_of(adapter_dir)
     with at_hand(adapter_dir, *_ABOUT) as folder:  # both models have the same base
         config = dataclasses.replace(config, model=base_of_adapter(config.model, folder))
@@ -77,7 +88,7 @@ def evaluate_adapter(
 ) -> Comparison:
     """Compares the base and the tuned model on the held-out rows, and writes eval.json to the adapter's run.
 
-    A local folder without a config.yaml is no run and gets no file; if writing fails, a warning is printed instead.
+    A local folder without a config.yaml is no run and gets no file; if writing fails, a warning on stderr replaces it.
     The rows are the rows held out by the adapter's run or by `config`, except questions that the run was trained on.
     Questions are compared without case, white space and closing punctuation. If the run's questions are not beside the
     adapter, `config` alone splits the rows. If `data.date` is null, the date of the run is used.
@@ -86,11 +97,12 @@ def evaluate_adapter(
         config: the run; `tracking.generate_rows` limits the rows (0 = all held-out rows).
         adapter_dir: a run or its adapter, a folder or gs://bucket/run.
         prepared: the data of the adapter's run; None prepares the rows of `config`.
-        chat: whether the chat template renders questions, except in rows of plain text; None: unless the adapter was
-            trained on plain text.
+        chat: whether the chat template renders questions; None: unless the adapter was trained on plain text. It has no
+            effect on `prepared`.
 
     Raises:
-        ValueError: the adapter was trained on other base weights; or as in `evaluate` and `prepare`.
+        ValueError: the adapter was trained on other base weights, `chat` is true but the rows are plain text, or as in
+            `evaluate` and `held_out`.
         LaunchError: a replica failed.
     """
     run, adapter_dir = find_run(adapter_dir).folder, adapter_of(adapter_dir)
@@ -114,7 +126,11 @@ def evaluate_adapter(
 
 
 def _tell_form(prepared: Prepared, plain: bool, chat: bool | None) -> None:
-    """Tells on stderr if rows and adapter differ in form; raises ValueError if `chat` is true and rows are plain."""
+    """Tells on stderr if rows and adapter differ in form: only the rows have a chat template, or only the adapter.
+
+    `plain`: whether the adapter is asked without a chat template, which is told only if `chat` is None. Raises
+    ValueError if `chat` is true and the rows are plain text.
+    """
     if prepared.encoder is None or prepared.encoder.layout.turns_by == "template":
         if plain and chat is None:
             text = "as plain text, because the adapter was trained without a chat template (chat=true uses one)"
@@ -167,7 +183,7 @@ def evaluate(config: TrainConfig, prepared: Prepared, adapter_dir: str | Path | 
             answer, and `tracking.verifier` judges it. Rows on which the verifier raises an error do not count. The rows
             are divided among the replicas of `config.launch`.
         prepared: the data, from `data.prepare.prepare`.
-        adapter_dir: the trained adapter, as in `answer`; None evaluates the base model.
+        adapter_dir: a run or its adapter, as in `answer`; None evaluates the base model.
 
     Raises:
         ValueError: there are no held-out rows, the verifier does not exist, or as in `answer`.

@@ -56,7 +56,10 @@ _DECIMAL = re.compile(r"(?<![\d.])0?\.(0+)[1-9]|(?:10\s*\^\s*\{?\s*|\de)-(\d+)")
 
 
 def is_expression(text: str) -> bool:
-    """Whether a text is a formula: numbers, operators, LaTeX, known functions and words of at most three letters."""
+    """Whether a text is a formula: numbers, operators, LaTeX, known functions and words of at most three letters.
+
+    A number or a word alone is no formula, nor is a text with an English word such as "is", or over 1,000 characters.
+    """
     if len(text) > _LONGEST or not _STRUCTURE.search(text) or _NOT_ONE.search(text):
         return False
     position = 0
@@ -74,7 +77,8 @@ def is_expression(text: str) -> bool:
 def same_expression(expected: str, statement: str) -> bool:
     """Whether two formulas are equal: numerically, symbolically, or as sets, intervals, relations or matrices.
 
-    Unless their texts are equal, formulas with huge numbers or more than 1,000 characters are unequal.
+    Unless their texts are equal, formulas with huge numbers or more than 1,000 characters are unequal. A statement that
+    cannot be parsed is unequal, too.
 
     Raises:
         ValueError: the expected text cannot be parsed.

@@ -50,11 +50,12 @@ class Reply(NamedTuple):
 def check_answers(config: TrainConfig, prepared: Prepared, model: PreTrainedConfig | None = None) -> None:
     """Checks before training that the model can answer the held-out rows and the verifier can judge the answers.
 
-    Does nothing if `tracking` asks for no answers. `model` is the model's configuration if already read.
+    Does nothing if `tracking` asks for no answers. Prints a line if there are fewer rows than asked for. `model` is the
+    model's configuration; None reads it.
 
     Raises:
         ConfigError: there are no held-out rows, a prompt is empty, the longest prompt and `generate_tokens` exceed the
-            model's positions, or the verifier can judge none of the rows.
+            model's positions, the verifier does not exist, or it can judge none of the rows.
     """
     tracking = config.tracking
     name = "generate_rows" if tracking.generate_rows >= tracking.eval_generate_rows else "eval_generate_rows"
@@ -99,13 +100,14 @@ def count_correct(
 ) -> tuple[int, ...]:
     """Lets a model in training answer `tracking.eval_generate_rows` rows, divided among the replicas.
 
-    Prints a warning for answers on which the verifier raised an error; these count as not judged.
+    Prints a warning on stderr for answers on which the verifier raised an error; these count as not judged.
 
     If `generator` is given, it answers with its compiled programs, and `rl.max_completion_length` limits an answer
     instead of `tracking.generate_tokens`. All replicas must call this.
 
     Returns:
-        Counts of this replica's share, flat: correct answers, judged answers, then this pair for each source of a mix.
+        Counts of this replica's share, flat: correct answers, judged answers, then this pair for each source of a mix,
+        in the order of `prepared.eval_mix.names`.
     """
     assert prepared.encoder is not None, "there are held-out rows"
     ids = prompt_ids(prepared, config.tracking.eval_generate_rows)

@@ -52,13 +52,15 @@ def judge_all(
     verifier: str | Verifier,
     stop: Callable[[], bool] = lambda: False,
 ) -> list[Verdict]:
-    """Returns a verdict per reply; a rule runs in child processes, a function in the main thread without a time limit.
+    """Returns a verdict per reply, in order; a rule runs in child processes, a function in the main thread.
+
+    A rule has limits of time and memory, a function has none.
 
     Args:
         replies: pairs of a row and a reply's text, as for `judge`.
         config: the data section.
         verifier: from `verifier_named`.
-        stop: as in `Judges.judge`, with its error.
+        stop: called several times a second; if it returns True, judging ends with CallEnded.
     """
     if callable(verifier):
         with cpu_simulation.unhurried():
@@ -95,7 +97,7 @@ class Judges:
         """Returns a verdict for every reply, in order; if a reply cannot be judged, its verdict has the reason.
 
         Args:
-            replies: the replies to judge.
+            replies: (row, text of the reply with its reasoning, rule) for every reply.
             stop: called at least 5 times a second; if it returns True, judging ends, and the processes are killed.
 
         Raises:
@@ -137,7 +139,7 @@ class Judges:
                     raise CallEnded("stop")
 
     def _free(self, anew: bool) -> _Child | None:
-        """Returns an idle process, or a new one if there is none or if `anew` and below the limit; else None."""
+        """Returns an idle process; else a new process if none runs, or if `anew` and below the limit; else None."""
         self._children = [child for child in self._children if child.asked or child.is_alive()]
         free = [child for child in self._children if not child.asked]
         if not free and (anew or not self._children) and len(self._children) < self._most:
@@ -170,7 +172,7 @@ class _Child:
         return self._process.poll() is None
 
     def ask(self, settings: Mapping[str, Any], numbers: Sequence[int], replies: Sequence[Reply]) -> None:
-        """Sends the replies `numbers` with the settings to the process; does nothing if it has ended."""
+        """Sends the settings and the replies `numbers`, now in `asked`; if the process has ended, nothing is sent."""
         self.asked.extend(numbers)
         self._since = time.monotonic()
         asked = {**settings, "replies": [replies[number] for number in numbers]}
@@ -181,7 +183,7 @@ class _Child:
             self._process.stdin.flush()
 
     def read(self) -> Iterator[tuple[int, Verdict]]:
-        """Waits for output; yields received verdicts as (number of the reply, verdict), or sets `ended` at its end."""
+        """Waits for output, and yields (number of the reply, verdict) for its verdicts; at its end, sets `ended`."""
         text = os.read(self.answers.fileno(), 65536)
         self.ended = not text
         *lines, self._rest = (self._rest + text).split(b"\n")
@@ -205,7 +207,10 @@ class _Child:
                 pipe.close()
 
     def buried(self) -> tuple[list[tuple[int, Verdict]], list[int]]:
-        """Returns [(number, verdict)] for the reply that ended the process, or [], and the numbers still to judge."""
+        """Returns [(number, verdict)] for the reply that ended the process, or [], and the numbers still to judge.
+
+        Call it once, after `ended` is set; it closes the pipes.
+        """
         status = self._process.wait()
         self._errors.seek(0)
         said = self._errors.read()[-4096:].decode(errors="replace").strip().rpartition("\n")[2]
@@ -226,7 +231,7 @@ def _plain(value: Any) -> str | None:
 
 
 def main() -> None:
-    """Judges the replies from stdin until it is closed."""
+    """Judges the replies from stdin until it is closed, with verdicts on stdout as JSON; limits its own memory."""
     import resource  # not on Windows
 
     end_with_parent()
@@ -244,7 +249,7 @@ def main() -> None:
 
 
 def _serve(answers: IO[str]) -> None:
-    """Judges the requests on stdin, and writes a line of JSON for each verdict; ends early if memory was short."""
+    """Judges the requests on stdin, and writes each verdict to `answers` as JSON; ends early if memory was short."""
     for line in sys.stdin:
         ask = json.loads(line)
         data = DataConfig(**ask["data"])

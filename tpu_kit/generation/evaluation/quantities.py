@@ -191,7 +191,7 @@ def quantity(text: str) -> Quantity | None:
 
 
 def only_quantity(text: str) -> Quantity | None:
-    """Returns the only number in a cleaned text of words; None if a word or a symbol changes its value."""
+    """Returns the number in a cleaned text of words; None if it is not the only one, or words or symbols change it."""
     text = arithmetic(without_dollars(text))
     numbers = list(_NUMBER.finditer(text))
     if len(numbers) != 1 or len(text) > 1000:
@@ -208,7 +208,10 @@ def only_quantity(text: str) -> Quantity | None:
 
 
 def last_quantity(text: str) -> Quantity | None:
-    """Returns the last number of a cleaned text, after the last "="; None if it ends a range or words change it."""
+    """Returns the last number of a cleaned text, after the last "="; None if it ends a range or words change it.
+
+    Also None if there is no number after the last "=".
+    """
     text = arithmetic(without_dollars(text)).rpartition("=")[2]
     if (remark := _REMARK.search(text)) and _NUMBER.search(text[: remark.start()].rpartition("\n")[2]):
         text = text[: remark.start()] if len(_NUMBER.findall(remark[0])) > 1 else text
@@ -310,7 +313,7 @@ def _same_unit(one: str, other: str) -> bool:
 
 
 def moments(text: str) -> list[frozenset[int]]:
-    """Returns the times of day and the dates in a text, as sets of numbers.
+    """Returns the times of day and the dates in a text, in their order, as sets of numbers.
 
     A time has the minutes of the day that it may mean (2:30 also means 14:30), a date the number of its day. Moments
     that share a number may be equal.

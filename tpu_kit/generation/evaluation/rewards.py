@@ -142,7 +142,10 @@ class Rewards:
         return list(self._functions)
 
     def check(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Raises ValueError if a function lacks an argument, or if all rewards are rules and no row has an "answer"."""
+        """Raises ValueError if a function lacks an argument, or if all rewards are rules and no row has an "answer".
+
+        `rows` are rows of the data, at least one; functions get the columns of the first row.
+        """
         given = [*self._arguments([Attempt(rows[0], "", "", [])]), *_SHARED]
         for name, function in self._functions.items():
             for each in inspect.signature(function).parameters.values():
@@ -191,7 +194,7 @@ class Rewards:
         return Judgement(total, parts, dict(logged), errors)
 
     def _by_rules(self, attempts: Sequence[Attempt], stop: Stop) -> tuple[dict[str, list[float]], dict[str, list[str]]]:
-        """Returns rewards by rule (1 correct, 0 wrong, NaN without a verdict), and `Judgement.errors`."""
+        """Returns rewards by rule (1 correct, 0 wrong, NaN without a verdict), and texts as `Judgement.errors`."""
         replies = [(each.row, each.text, rule) for rule in self._rules.values() for each in attempts]
         verdicts = self._judges.judge(replies, stop)
         parts, errors = dict[str, list[float]](), defaultdict[str, list[str]](list)
@@ -205,7 +208,10 @@ class Rewards:
         return parts, dict(errors)
 
     def _by_functions(self, given: Mapping[str, Any], count: int, stop: Stop) -> dict[str, list[float]]:
-        """Returns the rewards of `count` completions by user's function; `given` are the keyword arguments."""
+        """Returns the rewards of `count` completions by name of the user's function; NaN for None.
+
+        `given` are the keyword arguments, with lists of `count` entries. Errors are as in `__call__`.
+        """
         values, parts = dict[str, Any](), dict[str, list[float]]()
         for name in self._functions:
             with self._named(name, given, count, stop):
@@ -226,7 +232,7 @@ class Rewards:
         return main_thread.call(partial(function, **chosen), stop, self._patience)
 
     def _await(self, values: Sequence[Any], stop: Stop) -> list[Any]:
-        """Returns results or exceptions of awaitables; runs aside, as a notebook's thread has an event loop."""
+        """Runs awaitables together, aside, as a notebook's thread has an event loop; returns results or exceptions."""
 
         async def together() -> list[Any]:
             return await asyncio.gather(*values, return_exceptions=True)
@@ -240,7 +246,11 @@ class Rewards:
 
     @contextlib.contextmanager
     def _named(self, name: str, given: Mapping[str, Any], count: int, stop: Stop) -> Iterator[None]:
-        """Context manager that raises an error again as ValueError with the function's name and failing completion."""
+        """Context manager that raises an error again as ValueError with the function's name and failing completion.
+
+        To find the completion, it calls the function again for the `count` completions in `given`, alone. Terminated
+        and an end by `stop` are raised unchanged.
+        """
         try:
             yield
         except Terminated:
@@ -255,7 +265,10 @@ class Rewards:
             raise ValueError(f"the reward {name} {self._blame(name, given, count, stop, error)}") from error
 
     def _blame(self, name: str, given: Mapping[str, Any], count: int, stop: Stop, error: BaseException) -> str:
-        """Returns a text on the completion for which a function fails, by calling it again for single completions."""
+        """Returns a text on the first completion for which a function fails, when called for it alone.
+
+        If it fails for none of the `count` completions in `given` alone, the text is on `error`.
+        """
         for number in range(count):
             alone = {key: value if key in _SHARED else value[number : number + 1] for key, value in given.items()}
             try:
@@ -269,7 +282,10 @@ class Rewards:
 
     @staticmethod
     def _arguments(attempts: Sequence[Attempt]) -> dict[str, Any]:
-        """Returns the keyword arguments that have an entry per completion; `prompts` replaces a column "prompt"."""
+        """Returns the keyword arguments that have an entry per completion; `prompts` replaces a column "prompt".
+
+        The columns are the first row's; a row that lacks a column has None.
+        """
         rows, prompts, texts, tokens = (list(values) for values in zip(*attempts, strict=True))
         chats = not isinstance(prompts[0], str)
         columns = {name: [row.get(name) for row in rows] for name in rows[0] if name != "prompt"}
@@ -289,7 +305,10 @@ def _place(error: BaseException) -> str:
 
 
 def _numbers(values: Any, count: int) -> list[float]:
-    """Returns a function's result as `count` numbers, NaN for None; raises it if it is an error, or ValueError."""
+    """Returns a function's result as `count` numbers, NaN for None; raises a result that is an exception.
+
+    Raises ValueError for another number of values, or an infinite value.
+    """
     if isinstance(values, BaseException):
         raise values
     values = [math.nan if value is None else float(value) for value in values]

@@ -171,7 +171,10 @@ def _stated(text: str) -> Statement | None:
 
 
 def _boxed_or_marked(text: str) -> tuple[str, int] | None:
-    """Returns the last box, adjacent boxes as a list, or "####" line, and its end; ("", 0) without; None if cut off."""
+    """Returns (text, end) of the last box or "####" line; ("", 0) without, None if the last box is cut off.
+
+    Adjacent boxes are a list with commas. The end is the index of the character after the box or line.
+    """
     lines = list(_MARKED_LINE.finditer(text))
     last_line = text.rfind("\n") + 1
     if "####" in text[last_line:]:
@@ -201,7 +204,7 @@ def _boxed_or_marked(text: str) -> tuple[str, int] | None:
 
 
 def _closed_box(text: str, start: int) -> tuple[str, int] | None:
-    r"""Returns the content of a box whose command ends at `start`, and its end; None if it is not closed."""
+    r"""Returns (content, index after it) of a box whose command ends at `start`; None if it is not closed."""
     if text[start : start + 1] != "{":  # \boxed 12
         word = re.compile(r"[^\s$}]*").match(text, start)
         assert word is not None

@@ -115,7 +115,7 @@ def _stated(
     answer: str,
     read: Callable[[str], Statement | None] = statement_of,
 ) -> bool:
-    """Returns whether the answer that `read` finds in a reply equals an accepted answer by `comparison`.
+    """Returns whether the answer that `read` finds in a reply equals an accepted answer by `comparison`; else False.
 
     Raises ValueError if none equals and an accepted answer is not of the `kind`, for which `comparison` returns None.
     """
