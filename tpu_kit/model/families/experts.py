@@ -136,7 +136,7 @@ def experts_forward(
     """Computes the weighted sum of each token's experts; transformers calls it. On "meta", only the shape is right.
 
     Args:
-        self: the experts module.
+        self: the experts module; on XLA it must be prepared.
         hidden_states: (T, H).
         top_k_index: (T, K) integers, the experts of each token.
         top_k_weights: (T, K), the experts' weights.
@@ -184,7 +184,7 @@ def tiles_for(pairs: int, experts: int) -> Tiles:
 def _linear(
     self: Any, name: str, rows: torch.Tensor, at: TileLayout, tiles: Tiles, weight: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Maps rows (R, I) to (R, O) by the weight `name`; adds adapters, and biases times the rows' `weight` (R, 1)."""
+    """Maps rows (R, I) to (R, O) by the weight `name`; adds adapters, and biases (times any `weight` (R, 1))."""
     scheme, stored = getattr(self, "scheme", None), [getattr(self, name)]
     if tiles.kernel and scheme is not None:
         tiles = tiles._replace(bits=scheme.bits, group=scheme.group)
@@ -365,7 +365,7 @@ def floats_of(scheme: Any, weight: torch.Tensor, scale: torch.Tensor, dtype: tor
 
 
 def quantize(scheme: Any, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantizes one expert's prepared weight (O, I) to integers and scales; int4 has `shape.scale_groups` groups."""
+    """Quantizes one expert's prepared weight (O, I) like `Scheme.quantize`, with padded groups of scales in int4."""
     integers, scale = scheme.quantize(weight)
     if scheme.bits == 4:
         more = (scale_groups(weight.shape[1], scheme.group) - scale.shape[1]) // 2
@@ -419,7 +419,7 @@ class _Form(NamedTuple):
 
 
 def prepare(experts: Any) -> None:
-    """Brings frozen weights of an experts module to the prepared layout, in place; a second call does nothing.
+    """Brings frozen weights and biases of experts to the prepared layout, in place; a second call does nothing.
 
     The TPU compiler takes minutes for a kernel with blocks of 2,880 columns, and half a minute for 2,944. Padded gates
     and ups are zero, and so are their products.
@@ -446,7 +446,10 @@ def shaped_names(experts: Any) -> list[str]:
 
 
 def shaped(experts: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Converts a weight or bias `name`, of any number of experts, from the layout of files to the prepared layout."""
+    """Converts a weight or bias `name` (E, ...), E any number, from the layout of files to the prepared layout.
+
+    `experts` must be prepared.
+    """
     turned, parted, halves, (hidden, inner), _ = experts.form
     is_last = name.removesuffix("_bias") == names_of(experts)[1]
     rows, columns, halves = (hidden, inner, 1) if is_last else (inner, hidden, halves)

@@ -47,7 +47,9 @@ def delta_step(
     segment: torch.Tensor,
     before: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes the gated delta rule (arXiv 2412.06464) for a chunk of C tokens; normalizes query and key first.
+    """Computes the gated delta rule (arXiv 2412.06464) for a chunk of C tokens, C a power of 2.
+
+    Normalizes query and key first, and scales the query by 1 / sqrt(K).
 
     Args:
         state: (B, H, K, V) fp32, before the chunk.
@@ -84,7 +86,7 @@ def mamba_step(
     segment: torch.Tensor,
     before: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes Mamba 2 (arXiv 2405.21060) for a chunk; shapes and result are like `delta_step`'s, without normalizing.
+    """Computes Mamba 2 (arXiv 2405.21060) for a chunk; shapes and result are like `delta_step`'s, vectors as given.
 
     In Mamba's terms, `given` is x * dt (B, C, H, P), `key` is B and `query` C (B, C, G, N), and `decay` is A * dt.
     """
@@ -176,7 +178,8 @@ def _over_chunks(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the outputs (B, S, H, V) in `dtype` and the last state (B, H, K, V) in fp32 of a loop over chunks.
 
-    `sizes` are (H, K, V); `tensors` (B, S, ...) are the inputs of `step` after its state; `segment_ids` is (B, S).
+    The first state is 0. `step` is `delta_step` or `mamba_step`, `sizes` are (H, K, V), `tensors` (B, S, ...) are the
+    inputs of `step` between state and `segment`; `segment_ids` is (B, S). Appends `sizes` to `sizes_of_states`, if set.
     """
     batch, length = segment_ids.shape
     if (recorded := sizes_of_states.get()) is not None:
@@ -290,8 +293,8 @@ def connect(model: torch.nn.Module, frozen: bool = True) -> None:
 def _documents(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None] | None:
     """Returns segment ids (B, S) for a call with (B, S, ...), and in a prefill the mask (B, S) of tokens, else None.
 
-    None instead of the pair means that transformers' own function runs: without segment ids, cache or XLA. In a
-    prefill, a row is one document, and the padding at its end must not change the state.
+    Returns None instead of the pair if transformers' own function must run: not on XLA, and neither segment ids nor a
+    cache are bound. In a prefill, a row is one document, and the padding at its end must not change the state.
     """
     inputs = layer_inputs.current()
     segment_ids, cache = inputs.visibility.segment_ids, inputs.cache
@@ -311,7 +314,8 @@ def _delta(
 ) -> Any:  # fmt: skip
     """Returns outputs in the dtype of `value`, and the last state, of the gated delta rule over rows.
 
-    For the shapes see `delta_step`, with S tokens for C. Raises ValueError for an initial state or unnormalized keys.
+    For the shapes see `delta_step`, with S tokens for C and `g` for `decay`. Raises ValueError for an initial state or
+    unnormalized keys. If `_documents` returns None, returns the result of transformers' function `own` instead.
     """
     documents = _documents(value)
     if documents is None:
@@ -331,8 +335,9 @@ def _mamba2(
 ) -> Any:  # fmt: skip
     """Computes Mamba 2 for x (B, S, H, P), dt (B, S, H), A (H,), B and C (B, S, G, N), in this order.
 
-    Returns outputs like x in fp32; with return_final_states also the state (B, H, P, N). Raises ValueError for an
-    initial state or a gate z.
+    Returns outputs like x in fp32; with return_final_states, (outputs, state (B, H, P, N)). Other options are dt_bias,
+    dt_softplus, dt_limit and D. Raises ValueError for an initial state or a gate z. If `_documents` returns None,
+    returns the result of transformers' function `own` instead.
     """
     documents = _documents(hidden)
     if documents is None:

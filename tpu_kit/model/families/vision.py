@@ -105,7 +105,7 @@ def columns(config: Any, images: int, length: int, tokens: int | None = None) ->
 
 
 def columns_of(sizes: Sizes, images: int, length: int) -> dict[str, Shape]:
-    """Returns `columns` of a row of `length` tokens with `images` slots, for images of the given sizes."""
+    """Returns name -> (shape, dtype) of the image tensors of a row of `length` tokens with `images` slots."""
     found: dict[str, Shape] = {"pixels": ((images, sizes.patches, sizes.numbers), torch.uint8)}
     if sizes.positions:
         found["patch_positions"] = ((images, sizes.patches, 2), torch.int32)
@@ -117,7 +117,8 @@ def columns_of(sizes: Sizes, images: int, length: int) -> dict[str, Shape]:
 def check_rows(config: Any, tokens: int, length: int) -> None:
     """Raises ValueError if images of `tokens` soft tokens do not fit into rows of `length`, or rows are too long.
 
-    Rows are too long, in models whose image tokens see each other, if both numbers have over 31 bits together.
+    If the image tokens of `config`, a model's configuration, see each other, `tokens` and `length` may have at most 31
+    bits together.
     """
     if tokens > length:
         raise ValueError(
@@ -152,8 +153,8 @@ def axis_positions(image: np.ndarray, slots: Sequence[int], positions: np.ndarra
 def in_rows(pixels: torch.Tensor, positions: torch.Tensor) -> dict[str, torch.Tensor]:
     """Returns transformers' LFM2-VL inputs, patches in row order, for pixels (N, P, numbers) in [0, 1].
 
-    `positions` (N, P, 2) are column and row, -1 for padding. Keys: pixel_values, pixel_attention_mask (N, P) and
-    spatial_shapes (N, 2), rows and columns.
+    `positions` (N, P, 2) are column and row, -1 for padding, which comes last in the result. Keys: pixel_values like
+    `pixels` in [-1, 1], pixel_attention_mask (N, P), 1 for patches, and spatial_shapes (N, 2), rows and columns.
     """
     valid = (positions >= 0).all(-1)
     place = torch.where(valid, positions[..., 1] * valid.shape[1] + positions[..., 0], valid.shape[1] ** 2)
@@ -166,7 +167,10 @@ def in_rows(pixels: torch.Tensor, positions: torch.Tensor) -> dict[str, torch.Te
 
 
 def connect(model: torch.nn.Module, frozen: bool) -> None:
-    """Registers towers' attention in transformers; makes the first text layers add DeepStack's features, in place."""
+    """Registers towers' attention in transformers; makes the first text layers add DeepStack's features, in place.
+
+    `frozen` has no effect.
+    """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -187,7 +191,10 @@ def own_attention(model: Any) -> dict[str, str]:
 
 
 def loop_layers(model: torch.nn.Module, optim: OptimConfig, device_type: str) -> None:
-    """Replaces a tower's layers by a loop with remat=full where decoders have loops; a second call does nothing."""
+    """Replaces a tower's layers by a loop with remat=full, on XLA or with optim.scan_layers=on.
+
+    A second call does nothing, and a model without a tower does not change.
+    """
     base: Any = base_model(model)
     encoder = encoder_of(base)
     if encoder is not None and not isinstance(decoder_layers(encoder)[1], ScannedLayers):
@@ -256,10 +263,11 @@ def _taken(found: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 
 
 def features(model: Any, batch: Mapping[str, torch.Tensor], tokens: int) -> list[torch.Tensor]:
-    """Computes the features of all images of a batch, each (B, K * tokens, H); features of padding have no meaning.
+    """Computes the features of all images of a batch, tensors (B, K * tokens, H); features of padding mean nothing.
 
     The first tensor holds embeddings; further tensors (DeepStack) are added to the outputs of the first text layers.
-    The tower has no gradients; a projector has them if it is trained. `tokens` is the result of `tokens_of`.
+    The tower has no gradients; a projector has them if it is trained. `model` has no PEFT wrapper. `batch` has pixels
+    (B, K, patches, numbers) uint8 and, in some families, patch_positions. `tokens` is the result of `tokens_of`.
     """
     rows = batch["pixels"].shape[0]
     pixels = batch["pixels"].flatten(0, 1).float() * (1 / 255)  # the processors' fp32, bit for bit
@@ -324,7 +332,7 @@ def _inputs(model: Any) -> Callable[[torch.Tensor], dict[str, Any]]:
 
 
 def _of_one_token(config: Any, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Returns example arguments of a Qwen tower for one soft token's patches, including those derived from a grid."""
+    """Returns example arguments of a Qwen tower for one soft token's patches, also arguments derived from a grid."""
     patches = config.spatial_merge_size**2
     numbers = config.in_channels * config.temporal_patch_size * config.patch_size**2
     places = torch.zeros(patches, 2, dtype=torch.int64, device=device)
@@ -348,7 +356,10 @@ def _looks_ahead(config: Any) -> bool:
 
 
 def ahead(image_index: torch.Tensor, images: int, tokens: int) -> torch.Tensor:
-    """Counts the later tokens of a token's image, (B, S) int32, with `images` slots of `tokens` tokens; 0 for text."""
+    """Counts the later tokens of a token's image, (B, S) int32, with `images` slots of `tokens` tokens; 0 for text.
+
+    `image_index` (B, S) is slot * tokens + the place in the image for tokens of images, and -1 for text.
+    """
     place = torch.arange(image_index.shape[1], device=image_index.device, dtype=torch.int32)
     of_image = torch.div(image_index, tokens, rounding_mode="floor")[..., None]
     mine = of_image == torch.arange(images, device=image_index.device)  # (B, S, K)

@@ -68,7 +68,7 @@ def soften(model: Any) -> None:
 
 
 def documents(config: Any) -> list[Document]:
-    """Makes three documents of random text, the same in every call; all but the second have a random image."""
+    """Makes three documents of random text ids below 100, always the same; all but the second have a random image."""
     generator, found = torch.Generator().manual_seed(3), []
     for grid in _GRIDS:
         before, after = (torch.randint(3, _TEXT, (count,), generator=generator) for count in (6, 9))
@@ -82,7 +82,10 @@ def documents(config: Any) -> list[Document]:
 
 
 def _image(config: Any, grid: tuple[int, int], generator: torch.Generator) -> tuple[dict[str, torch.Tensor], int]:
-    """Returns the columns of a random image with `grid` (rows, columns) of soft tokens, and its number of tokens."""
+    """Returns `Document.columns` of a random image with `grid` (rows, columns) of soft tokens, and their number.
+
+    Families without positions have images of a fixed size, and ignore `grid`.
+    """
     sizes = sizes_of(config, _SOFT_TOKENS)
     pixels = torch.randint(0, 256, (sizes.patches, sizes.numbers), generator=generator, dtype=torch.uint8)
     if not sizes.positions:
@@ -109,7 +112,7 @@ def _patches_of_side(config: Any) -> int:
 
 
 def _given(config: Any, made: dict[str, torch.Tensor], ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Returns transformers' arguments for a document's image, from its columns `made` and the ids (S,)."""
+    """Returns `Document.given` for a document's image, a batch of 1, from its columns `made` and the ids (S,)."""
     pixels, types = made["pixels"].float() * (1 / 255), (ids == config.image_token_id).long()[None]
     if config.model_type in OF_GRIDS:
         tower, places = TOWERS[config.model_type], made["patch_positions"]
@@ -150,7 +153,10 @@ def logits(model: Any, one: Document, reply: torch.Tensor | None = None) -> torc
 
 
 def images_of(config: Any, held: Sequence[Document], starts: Sequence[int], length: int) -> dict[str, torch.Tensor]:
-    """Returns the image columns (1, ...) of a row of `length` tokens with documents `held` that begin at `starts`."""
+    """Returns the image columns (1, ...) of a row of `length` tokens with documents `held` that begin at `starts`.
+
+    The row has a slot per image, in the order of the documents, and at least one.
+    """
     sizes, room = sizes_of(config, _SOFT_TOKENS), sum(bool(one.columns) for one in held)
     found = {name: torch.zeros(1, *shape, dtype=dtype)
              for name, (shape, dtype) in columns(config, max(1, room), length, _SOFT_TOKENS).items()}  # fmt: skip

@@ -41,7 +41,7 @@ def _patches(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, t
 
 
 def _gemma4(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, tokens: int) -> Sequence[torch.Tensor]:
-    """Like `Gemma4VisionModel.forward`, for N images: (N, tokens, D). Does not strip the padding, which comes last."""
+    """Like `Gemma4VisionModel.forward`, as `Hidden`: [(N, tokens, D)]. Does not strip the padding, which comes last."""
     assert positions is not None
     tower = model.model.vision_tower
     padding = (positions == -1).all(-1)
@@ -58,7 +58,7 @@ def _gemma4(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, to
 
 
 def _square(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, tokens: int) -> Sequence[torch.Tensor]:
-    """Like `forward` of Idefics 3's and SigLIP's towers: (N, P, D), for images that fill their square, as all do."""
+    """Like `forward` of Idefics 3's and SigLIP's towers, as `Hidden`: [(N, P, D)]; images fill their square."""
     tower = model.model.vision_tower if hasattr(model.model, "vision_tower") else model.model.vision_model
     embeddings = tower.embeddings
     pixels = (pixels - 0.5) / 0.5
@@ -71,7 +71,7 @@ def _square(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, to
 
 
 def _grid(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, tokens: int) -> Sequence[torch.Tensor]:
-    """Like `forward` of Qwen's towers, but each image is a row of patches, and grid data is computed on the device.
+    """Like `forward` of Qwen's towers, as `Hidden`; an image is a row of patches; the device computes grid data.
 
     Returns the last states (N * P, D), then the states after the layers in `deep_layers`, in this order.
 
@@ -109,7 +109,7 @@ def _grid(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, toke
 
 
 def _resized(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, tokens: int) -> Sequence[torch.Tensor]:
-    """Like `forward` of SigLIP 2's tower: (N * tokens, n, n, D), the n x n patches of a soft token being adjacent."""
+    """Like `forward` of SigLIP 2's tower, as `Hidden`: [(N * tokens, n, n, D)], n x n patches of a soft token."""
     assert positions is not None
     tower, joined = model.model.vision_tower, model.config.downsample_factor
     valid, embeddings = (positions >= 0).all(-1), tower.embeddings
@@ -123,7 +123,10 @@ def _resized(model: Any, pixels: torch.Tensor, positions: torch.Tensor | None, t
 
 
 def _shares(place: torch.Tensor, valid: torch.Tensor, side: int) -> torch.Tensor:
-    """Returns weights (N, P, side) of a table's rows for places (N, P), like antialiased bilinear `interpolate`."""
+    """Returns weights (N, P, side) of a table's rows for places (N, P), like antialiased bilinear `interpolate`.
+
+    `valid` (N, P) is false for padding; the largest valid place + 1 is an image's size, to which the table is resized.
+    """
     count = torch.where(valid, place, 0).amax(1, keepdim=True) + 1
     scale = side / count
     centre = (place.clamp(min=0) + 0.5) * scale
@@ -140,7 +143,8 @@ def deep_layers(config: Any) -> Sequence[int]:
 def _interpolated(tower: Any, row: torch.Tensor, column: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
     """Returns position embeddings (N, P, D) of patches (N, P), interpolated bilinearly from the tower's square table.
 
-    Like transformers' `get_vision_interpolation_indices_and_weights` with align_corners.
+    `valid` is false for padding. The largest valid row and column give an image's size. Like transformers'
+    `get_vision_interpolation_indices_and_weights` with align_corners.
     """
     side = tower.num_grid_per_side
     taps = []
