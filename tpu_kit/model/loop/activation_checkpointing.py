@@ -96,7 +96,8 @@ def _masked(values: torch.Tensor, seed: torch.Tensor, p: float, site: int) -> to
 def keep_mask(shape: torch.Size, seed: torch.Tensor, p: float, site: int, device: torch.device) -> torch.Tensor:
     """Returns a boolean mask, true (keep) with probability 1 - p, equal on all devices for equal arguments.
 
-    `seed` is () int32. Hashes row, column and seed with the finalizer of Chris Wellons' lowbias32 (public domain).
+    `seed` is () int32, `site` the dropout's number in its layer. Hashes row, column, seed and site with the finalizer
+    of Chris Wellons' lowbias32 (public domain).
     """
     columns = torch.arange(shape[-1], device=device, dtype=torch.int32)
     rows = torch.arange(shape.numel() // shape[-1], device=device, dtype=torch.int32)
@@ -154,7 +155,10 @@ def is_open() -> bool:
 
 
 def keep(computed: torch.Tensor) -> torch.Tensor:
-    """Records and returns a result. A recomputation returns the recorded result; its gradient goes to `computed`."""
+    """Records `computed` in an open `recording`, and returns it.
+
+    A recomputation returns the recorded result instead; its gradient goes to `computed`.
+    """
     # torch.compile cannot read the context variable. It compiles no loops, and only loops record.
     tape = None if torch.compiler.is_compiling() else _tape.get()
     if tape is None:
@@ -166,7 +170,10 @@ def keep(computed: torch.Tensor) -> torch.Tensor:
 
 
 def once(count: int, compute: Callable[[], Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
-    """Computes and records `count` results, outside of autograd; a recomputation returns them without computing."""
+    """Returns the `count` results of `compute`, and records them in an open `recording`.
+
+    A recomputation returns the recorded results, without computing and without gradients.
+    """
     tape = _tape.get()
     if tape is None:
         return compute()
@@ -231,7 +238,7 @@ def recompute(layers: Sequence[torch.nn.Module], keeps: bool) -> None:
 
     Args:
         layers: layers outside of a loop.
-        keeps: whether layers save the same results as a loop with optim.remat=outputs.
+        keeps: whether layers save the same results as a loop with optim.remat=outputs; otherwise only their inputs.
     """
     # The random state is only needed if dropout draws from it.
     draws = any(isinstance(part, torch.nn.Dropout) and part.p > 0 for layer in layers for part in layer.modules())
@@ -510,8 +517,9 @@ def _sum_of_products(
 ) -> torch.Tensor:
     """Computes wide @ weight + low @ other + bias; on XLA as a single product if this moves fewer bytes.
 
-    A TPU writes the joined matrix in every step, but saves a second pass over the result. This moves fewer bytes if
-    there are at least as many tokens as rows of the matrix.
+    The shapes are (..., I) @ (I, O), (..., r) @ (r, O) and (O,). A TPU writes the joined matrix in every step, but
+    saves a second pass over the result. This moves fewer bytes if there are at least as many tokens as rows of the
+    matrix.
     """
     if wide.device.type == "cpu":
         rows = wide.flatten(0, -2)

@@ -227,7 +227,7 @@ def equal_layers(
         inputs: arguments of an encoder; None for a decoder.
 
     Returns:
-        A number per layer, the same for equal layers; and `Placeholders.pairs`.
+        A number per layer, the same for equal layers; and whether layers return pairs (`Placeholders.pairs`).
 
     Raises:
         CannotScanError: the layers cannot be iterations of a loop. The decoder's own errors are raised unchanged.
@@ -312,7 +312,10 @@ def kept_after(decoder: torch.nn.Module) -> Sequence[int]:
 
 
 def kept_states(decoder: torch.nn.Module) -> dict[int, torch.Tensor]:
-    """Returns and drops the states (B, S, H) that loops kept in the last forward pass: layer, from 1 -> states."""
+    """Returns layer, counted from 1 -> its output, for layers of `keep_after`, from the last forward pass.
+
+    Drops these states; {} if they were already taken, or if layers are not loops.
+    """
     layers = decoder_layers(decoder)[1]
     found: dict[int, torch.Tensor] = getattr(layers, "kept", {})
     if found:

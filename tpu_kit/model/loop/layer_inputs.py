@@ -76,7 +76,10 @@ class Visibility(NamedTuple):
         return self.mask_of(self, torch.arange(self.segment_ids.shape[1], device=self.segment_ids.device), looks_ahead)
 
     def mask_of(self, queries: Visibility, places: torch.Tensor, looks_ahead: bool = False) -> torch.Tensor:
-        """Returns the rows of `mask` for Q tokens, (B, 1, Q, S), from their visibility and positions (Q,)."""
+        """Returns the rows (B, 1, Q, S) of `mask`, true if seen, for the visibility and positions (Q,) of Q tokens.
+
+        `looks_ahead`: whether `ahead` applies, as in layers with a window; with `everywhere`, it always does.
+        """
         assert self.segment_ids is not None and queries.segment_ids is not None, "plain rows have no mask"
         index = torch.arange(self.segment_ids.shape[1], device=self.segment_ids.device)
         seen = queries.segment_ids[:, None, :, None] == self.segment_ids[:, None, None, :]

@@ -216,7 +216,7 @@ class _Block:
         the carry. In their own iteration, no earlier product would hide their collectives.
 
         Args:
-            body: body of an iteration.
+            body: body of an iteration, such as `forward` or `backward`.
             carry: initial carry.
             named: per layer, its stacks.
             saved: for a backward loop, the outputs of the forward loop.
@@ -282,7 +282,8 @@ class _Block:
     ) -> tuple[Tree, Tree]:
         """Returns the carry after the block, and (states before layers, their saved results, tensors in the mapping).
 
-        With `alone`, inner loops have no outputs.
+        The only item of `slices` is the slices of `named`. `place` is the iteration's index, which inner loops and a
+        cache need. With `alone`, inner loops have no outputs.
         """
         (hidden, constants, state), (named,) = carry, slices
         before, results = [], []
@@ -319,7 +320,10 @@ class _Block:
         return carry, (hidden, left)
 
     def backward_sparse(self, carry: Tree, slices: Tree, place: torch.Tensor | None = None) -> tuple[Tree, Tree]:
-        """Like `backward`, from the output of `forward_sparse`; recomputes all layers but the last a second time."""
+        """Like `backward`, from the output of `forward_sparse`; recomputes all layers but the last a second time.
+
+        `slices`: states before the block, gradients of the tensors left in the mapping, and the layers' tensors.
+        """
         (hidden, left, named), constants = slices, carry[1]
         before: list[torch.Tensor] = []
         for part, tensors in zip(self.parts, named, strict=True):
@@ -341,8 +345,10 @@ class _Block:
     def backward(self, carry: Tree, slices: Tree, place: torch.Tensor | None = None) -> tuple[Tree, Tree]:
         """Returns the carry with the gradient before the block and sums for constants, and name -> gradient per layer.
 
-        A layer is recomputed after the backward pass of the next layer. Otherwise, XLA might recompute all layers of
-        the block at once, and merge the recomputation of a run of a single iteration with its forward pass.
+        `slices`: states before layers, their saved results, gradients of the tensors left in the mapping, and the
+        layers' tensors. `place`: see `forward`. A layer is recomputed after the backward pass of the next layer.
+        Otherwise, XLA might recompute all layers of the block at once, and merge the recomputation of a run of a single
+        iteration with its forward pass.
         """
         before, results, left, named = slices
         gradients: list[dict[Any, torch.Tensor]] = []
@@ -365,7 +371,10 @@ class _Block:
         self, part: int, carry: Tree, upstream: Tensors, hidden: torch.Tensor, results: Tensors,
         tensors: dict[str | int, torch.Tensor],
     ) -> tuple[Tree, dict[Any, torch.Tensor]]:  # fmt: skip
-        """Like `backward` for a single layer; `upstream`: gradients of the tensors that it leaves in the mapping."""
+        """Like `backward` for the layer of stack `part`, from its input `hidden`, its saved results and its tensors.
+
+        `upstream`: gradients of the tensors that it leaves in the mapping. Returns the carry, and name -> gradient.
+        """
         gradient, constants, sums = carry
         with torch.enable_grad(), activation_checkpointing.recording(self.keeps, results):
             hidden = hidden.detach().requires_grad_()
@@ -401,7 +410,7 @@ class _Block:
     ) -> tuple[torch.Tensor, dict[Any, Any]]:
         """Returns the states after the layer of stack `index`, and the tensors that it wrote into the mapping, by key.
 
-        Raises CannotScanError if the layer changes the dtype or shape of the states.
+        `given`: the layer's slice of `named`. Raises CannotScanError if it changes the dtype or shape of the states.
         """
         call, places = self.calls[index], self.places[index]
         arguments = [given[place] if place in given else constants[common] for place, common in enumerate(places)]
@@ -466,10 +475,10 @@ def scan_layers(
 
     Args:
         decoder: see `stack`.
-        optim: scan_layers, remat and mlp_tile (ignored with remat=outputs). scan_layers=off treats all layers as
+        optim: gives scan_layers, remat and mlp_tile (ignored with remat=outputs). scan_layers=off treats all layers as
             different. scan_layers=on or remat=blocks makes loops on all devices. Otherwise, remat=none makes no loops,
             because a loop recomputes.
-        device_type: device type of the run.
+        device_type: "tpu", "torch-tpu" and "xla-cpu" run on XLA, other types do not.
         inputs: arguments of an encoder; None for a decoder.
 
     Returns:
@@ -536,7 +545,7 @@ def stack(
 
 
 def _run(layers: list[torch.nn.Module], loop: Loop, keeps: bool, sparse: bool) -> Run:
-    """Makes a run of equal blocks; stacks the weights of equal layers in the first layer."""
+    """Makes a run of the loop's `layers`; stacks the weights of equal layers in the first; for the flags see `Run`."""
     _, turns, neighbours = loop
     blocks = [layers[start : start + len(layers) // turns] for start in range(0, len(layers), len(layers) // turns)]
     ends = itertools.accumulate(neighbours)
