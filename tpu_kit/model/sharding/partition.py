@@ -100,8 +100,9 @@ def gather_alike(name: str, tensors: list[torch.Tensor]) -> torch.Tensor:
 def last_product(layer: torch.nn.Module | None, hidden: torch.Tensor) -> Iterator[list[torch.Tensor]]:
     """Yields a list that gets the input of the layer's last product when it runs, unless that is in a tiled MLP's loop.
 
-    Early gathers for the next iteration depend on this input. Otherwise, the compiler would start them at the beginning
-    of the iteration, before the iteration's own gathers.
+    `hidden` has the shape (..., H) of the product's result; without `layer`, the list stays empty. Early gathers for
+    the next iteration depend on this input. Otherwise, the compiler would start them at the beginning of the iteration,
+    before the iteration's own gathers.
     """
     found: list[torch.Tensor] = []
 
@@ -227,7 +228,9 @@ def stack_layers(
 def to_mesh(
     model: torch.nn.Module, stacks: Iterable[str], stacked: Mapping[str, list[torch.Tensor]]
 ) -> torch.nn.Module:
-    """Moves a model from the CPU to the devices of the mesh in shards, in place; prints the bytes per device.
+    """Moves a model from the CPU to the mesh in shards, in place, and returns it; prints a line on bytes per device.
+
+    Trained weights become fp32, and shared tensors stay shared.
 
     Args:
         model: a model whose layers run as a loop.

@@ -102,9 +102,9 @@ def is_column(path: str, outputs: int, inputs: int, hidden: int) -> bool:
 def spec_of(tensor: Tensor, embedding: Embedding, mesh: Mesh) -> Spec:
     """Returns the spec of a model's tensor on a mesh, without axes that do not divide their dimension.
 
-    Norms and biases stay whole. The first of `mesh.rules` that matches the name takes precedence over the derived spec.
-    If no axis of a derived matrix divides its dimension, as in an output head with an odd vocabulary, both dimensions
-    swap their axes.
+    Norms, biases and the leading dimension of a stack stay whole. The first of `mesh.rules` that matches the name takes
+    precedence over the derived spec. If no axis of a derived matrix divides its dimension, as in an output head with an
+    odd vocabulary, both dimensions swap their axes.
 
     Args:
         tensor: the tensor.
