@@ -69,9 +69,13 @@ def pin(model: ModelConfig, began: Identity | None = None) -> tuple[ModelConfig,
     """Sets the revision of a hub model to a commit: the commit of `began` if `model.revision` is null.
 
     A branch is pinned to the commit of `began` if its weights have not changed since, otherwise to its newest commit.
+    `began` is the identity at the start of a training; None, or another repository's, means the newest commit.
 
     Returns:
         A copy of the settings (unchanged for a folder or an unknown commit), and the model's identity as in `identify`.
+
+    Raises:
+        ValueError: from `source.locate`.
     """
     ours = began if began and began.get("repo") == model.name else None
     if ours and model.revision is None:
@@ -156,8 +160,9 @@ def fingerprint(identity: Identity | None) -> str:
 def base_of_adapter(model: ModelConfig, adapter: Path | None, identity: Identity | None = None) -> ModelConfig:
     """Returns the base of an adapter, or of a run's whole model, pinned to the hub's commit of the training.
 
+    With `model.trust_remote_code`, it is pinned to the newest commit instead, whose weights must be the same.
     Prints a line to stderr if the folder, for example from another tool, does not identify its base weights. Without an
-    adapter or such a base.json, returns `model` unchanged.
+    adapter or such a base.json, and with `identity`, returns `model` unchanged.
 
     Args:
         model: the base model.

@@ -115,7 +115,7 @@ def forget_quantizer(model: PreTrainedModel) -> None:
 
 
 def _undo(config: ModelConfig, dtype: torch.dtype | Literal["auto"], method: str) -> PreTrainedModel:
-    """Loads a model with the tool that quantized it, and dequantizes its weights; ValueError if it is not installed."""
+    """Loads a model by the tool of its quantization `method`, and dequantizes it; ValueError if it cannot here."""
     try:
         model = read_model(config, dtype)
         plain: PreTrainedModel = model.dequantize(dtype=dtype)
@@ -138,7 +138,8 @@ _DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 def load_frozen(config: ModelConfig, settings: PreTrainedConfig | None = None) -> PreTrainedModel:
     """Loads the base model of adapters on the CPU in `config.base_dtype`; see `load_base`.
 
-    Quantized weights are read from the folder `config.quant_cache`, or written to it if they are not there.
+    Quantized weights are read from the folder `config.quant_cache`, or written to it if they are not there. null caches
+    nothing. The embedded model, GGUF files, trusted code and files quantized other than by MXFP4 are not cached.
 
     Raises:
         ValueError: from `load_base`, or the weights cannot be quantized to this dtype.
@@ -154,7 +155,10 @@ def load_frozen(config: ModelConfig, settings: PreTrainedConfig | None = None) -
 
 
 def _quantized(config: ModelConfig, scheme: Scheme, reading: _Reading | None = None) -> PreTrainedModel:
-    """Loads a model and quantizes its weights while they are read, or after `load_base` has dequantized them."""
+    """Loads a model and quantizes its weights while they are read, or after `load_base` has dequantized them.
+
+    `reading` receives the weights while they are read; None keeps them in memory. Prints the rounding error for MXFP4.
+    """
     method = None if config.gguf_file else quantized_by(config)
     if config.gguf_file or method not in (None, "mxfp4"):
         model = load_base(config, torch.bfloat16)
@@ -206,7 +210,10 @@ class _Reading:
         return name in self.places or (path in self.mixtures and leaf in experts.shaped_names(self.mixtures[path]))
 
     def stored(self, name: str, tensor: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Returns the model's tensors, by name, for a weight from the files; ValueError if its shape does not fit."""
+        """Returns the model's tensors, by name, for a weight `name` from the files: integers and scales.
+
+        A bias of experts is only brought to the prepared layout. Raises ValueError if a weight's shape does not fit.
+        """
         path, _, leaf = name.rpartition(".")
         shaped = partial(experts.shaped, self.mixtures[path], leaf) if path in self.mixtures else None
         if name not in self.places:
@@ -222,7 +229,10 @@ class _Reading:
         return self._kept(name, {f"{path}.{leaf}": one for leaf, one in zip(leaves, found, strict=True)})
 
     def _kept(self, name: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Writes a weight's tensors to `folder`, and returns them memory-mapped; unchanged without folder or room."""
+        """Writes a weight's tensors to `folder`, and returns them memory-mapped; unchanged without folder or room.
+
+        If writing fails, sets `problem` and returns them unchanged.
+        """
         from safetensors import SafetensorError
         from safetensors.torch import load_file, save_file
 
@@ -243,7 +253,7 @@ class _Reading:
 def _through_cache(config: ModelConfig, scheme: Scheme, folder: Path) -> PreTrainedModel:
     """Loads quantized weights from the cache, or quantizes and caches them; a lock admits one process of a machine.
 
-    Prints a line if it caches them, if it cannot, or if it replaces a damaged entry.
+    Prints a line to stdout if it caches them, if it cannot, or if it replaces a damaged entry.
     """
     if (key := _key(config, scheme)) is None:
         return _quantized(config, scheme)

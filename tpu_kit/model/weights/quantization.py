@@ -76,7 +76,7 @@ class Scheme:
         }
 
     def quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Quantizes a floating-point weight (O, I); returns integers and scales in the layout of storage."""
+        """Quantizes a floating-point weight (O, I); returns integers and scales, with the shapes of `stored`."""
         assert weight.is_floating_point(), f"{weight.dtype} is not a floating-point weight: was it cast before?"
         rows = max(1, _AT_ONCE // weight.shape[1])
         found = [self._quantize(part.detach().to(torch.float32)) for part in weight.split(rows)]
@@ -86,7 +86,7 @@ class Scheme:
         return torch.cat(integers).T.contiguous(), torch.cat(scales, dim=1).mT.contiguous()
 
     def _quantize(self, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Quantizes fp32 rows (O, I); in int4, the results are (O, I / 2) and (2, O, I / G), not yet transposed."""
+        """Quantizes fp32 rows (O, I) to (O, I) and (O,) or, in int4, to (O, I / 2) and (2, O, I / G): untransposed."""
         if self.bits == 8:
             scale = (weight.abs().amax(1) / 127).to(torch.bfloat16)  # at most 0.2 % smaller: no value exceeds 127
             return torch.round(weight / _divisor(scale.float())[:, None]).to(torch.int8), scale
@@ -96,7 +96,7 @@ class Scheme:
         return low | high << 4, scale
 
     def parts(self, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Dequantizes a weight (O, I) to `dtype`; returns blocks of columns: the whole for int8, two halves for int4.
+        """Dequantizes integers and scales from `quantize` to [(O, I)] for int8, to halves [(O, I / 2)] * 2 for int4.
 
         Separate products with the halves need no dequantized copy; joining the halves would make the compiler write it.
         """
@@ -208,7 +208,7 @@ class _Product(torch.autograd.Function):
 
 
 def layers_of(model: PreTrainedModel) -> dict[str, torch.nn.Linear]:
-    """Returns the linear layers of a model's decoder that quantization applies to, by name; they may be quantized."""
+    """Returns a decoder's linear layers that quantization applies to, or has replaced, by their names in the model."""
     text, head, routers = {*model.get_decoder().modules()}, model.get_output_embeddings(), experts.routers_of(model)
     return {
         name: part
@@ -271,7 +271,7 @@ def quantize_model(model: PreTrainedModel, scheme: Scheme) -> None:
 
 
 def rounded(scheme: Scheme, weight: torch.Tensor, shaped: Callable[[torch.Tensor], torch.Tensor] | None = None) -> Any:
-    """Quantizes a weight (O, I), or experts (E, O, I) one by one; returns a list of integers and scales.
+    """Quantizes a weight (O, I), or experts (E, O, I) one by one; returns [integers, scales], (E, ...) for experts.
 
     Args:
         scheme: storage of the weights.

@@ -31,7 +31,7 @@ def _adapter_near(folder: Path) -> str:
 
 
 def read_adapter(folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Reads an adapter's `PeftConfig` and its tensors; raises ValueError if they are missing or damaged."""
+    """Reads an adapter's `PeftConfig`, and its tensors by their names in the file; ValueError if missing or damaged."""
     from peft import PeftConfig
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -58,7 +58,7 @@ def read_adapter(folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
 def attach_adapter(
     model: torch.nn.Module, folder: Path, settings: Any, tensors: dict[str, torch.Tensor], name: str
 ) -> torch.nn.Module:
-    """Adds an adapter to its base model, in place, and returns the `PeftModel`.
+    """Adds an adapter to its base model, in place, under the name "default", and returns the `PeftModel`.
 
     Args:
         model: the base model.

@@ -53,7 +53,7 @@ def shipped_shape(model: ModelConfig) -> dict[str, Any] | None:
 
 
 def _shape_named(model: ModelConfig) -> dict[str, Any] | None:
-    """Like `shipped_shape`, as in the file; ignores case."""
+    """Like `shipped_shape`, but as in the file, with its "with_images"; ignores the case of the model's name."""
     if model.revision is not None or Path(model.name).is_dir():
         return None
     if model.name.partition("/")[0] in MIRRORS:
@@ -183,7 +183,7 @@ def _saw_plain_text(checkpoint: Path) -> bool:
 
 
 def refuse(config: ModelConfig, error: Exception) -> None:
-    """Raises ValueError if `error` is transformers' refusal of the model's own code or of an unknown family."""
+    """Raises ValueError if `error` is transformers' refusal of a model's code or unknown family; else does nothing."""
     from transformers import PreTrainedConfig
 
     if "trust_remote_code" in str(error):
@@ -283,7 +283,7 @@ def model_class(config: ModelConfig) -> Any:
 
 
 def settings_of(config: ModelConfig) -> Any:
-    """Returns a model's configuration, without unused towers, from assets/shapes.json if that has the model.
+    """Returns a model's configuration, without unused towers, from assets/shapes.json, else from its folder or the hub.
 
     Raises:
         ValueError: the configuration is missing or lacks sizes, or transformers lacks its family.
@@ -323,7 +323,10 @@ def _default_vision(settings: Any) -> Any:
 
 
 def check_positions(length: int, positions: int | None, whose: str = "the model") -> None:
-    """Raises ValueError if rows of `data.max_length` tokens exceed a model's positions; None means no limit."""
+    """Raises ValueError if rows of `data.max_length` tokens exceed a model's positions; None means no limit.
+
+    `whose` names the model in the text.
+    """
     if positions is not None and length > positions:
         raise ValueError(
             f"data.max_length={length} is longer than the {positions} positions of {whose}; set it to {positions} or "
@@ -332,7 +335,7 @@ def check_positions(length: int, positions: int | None, whose: str = "the model"
 
 
 def token_numbers(config: ModelConfig, lora: LoraConfig) -> list[int]:
-    """Returns the ids of `lora.tokens` ([] for null); ValueError for "added", or texts unknown to the tokenizer."""
+    """Returns the ids of `lora.tokens` in order ([] for null); ValueError for "added", or texts that are no tokens."""
     if lora.tokens is None:
         return []
     if lora.finds_tokens:
