@@ -53,7 +53,10 @@ def register() -> None:
 
 
 def register_function(name: str, function: Callable[..., Any]) -> None:
-    """Registers an attention function in transformers; calls get the bound `Visibility` as keyword `visibility`."""
+    """Registers an attention function in transformers by `name`.
+
+    Calls also get the bound `Visibility` as keyword `visibility`. transformers makes boolean masks for the function.
+    """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
@@ -66,14 +69,14 @@ def choose(attention: str, device_type: str) -> str:
     """Selects the registered implementation for a device.
 
     Args:
-        attention: "auto", "splash" or "sdpa".
+        attention: "splash", "sdpa" or "auto", which is splash if the device or the lowered program is for TPU.
         device_type: "tpu", "torch-tpu", "xla-cpu", "cuda" or "cpu".
 
     Returns:
-        The registered name.
+        The registered name: "tpu_kit_splash" for splash, "tpu_kit" for sdpa.
 
     Raises:
-        ValueError: the name is unknown, or it is "splash" and neither the device nor the lowered program is for TPU.
+        ValueError: `attention` is unknown, or it is "splash" and neither the device nor the lowered program is for TPU.
     """
     has_kernel = kernels_on(device_type) or is_lowering_for_tpu()
     if attention == "auto":
@@ -117,7 +120,7 @@ def bound(implementation: str, visibility: Visibility, additions: tuple[torch.Te
     Args:
         implementation: a registered name.
         visibility: visibility of the rows, with segment ids.
-        additions: `LayerInputs.additions`.
+        additions: (B, S, H) tensors that the first layers add to their outputs; see `LayerInputs`.
     """
     assert visibility.segment_ids is not None, "packed rows have segment ids"
     maskless = implementation == SPLASH or _in_blocks(visibility.segment_ids.shape[1], visibility.segment_ids.device)
@@ -167,7 +170,7 @@ def sdpa_attention(
         sliding_window: number of keys a query sees, including its own. Applied only if Q = K: with a cache, the slot of
             a key is not its position, so the caller's mask must contain the window.
         softcap: c in c * tanh(scores / c), before the mask.
-        visibility: used only without a mask.
+        visibility: used only without a mask. Without segment ids, a row is one document.
         s_aux: (heads,) sinks: the scores of an additional key with value zero.
         causal: False lets a token see all tokens of its segment; used only without a mask.
         **kwargs: other arguments of the model.
@@ -213,7 +216,10 @@ def _attend(
     scaling: float | None,
     softcap: float | None,
 ) -> torch.Tensor:
-    """Computes attention (B, heads, Q, D) by PyTorch's function; with softcap or sinks, by `_attention_of_scores`."""
+    """Computes attention (B, heads, Q, D) by PyTorch's function; with softcap or sinks, by `_attention_of_scores`.
+
+    The arguments are as in `sdpa_attention`; without a mask, a query sees all keys.
+    """
     key, value = _repeat_heads(key, query.shape[1]), _repeat_heads(value, query.shape[1])
     # TorchTPU compiles the function to a kernel, which its CPU plugin cannot run.
     has_function = query.device.type != "tpu" or runs_kernels(query)
@@ -239,7 +245,8 @@ def _attention_in_blocks(
 ) -> torch.Tensor:
     """Computes attention like `sdpa_attention`, one block of queries at a time; returns (B, heads, S, D).
 
-    The gradients of keys and values are accumulated over the blocks in fp32.
+    `attend(query, key, value, mask, sinks)` computes a block; `visibility` has segment ids. The gradients of keys and
+    values are accumulated over the blocks in fp32.
     """
     length, dtype = query.shape[2], value.dtype
     block = query_block(length)
@@ -280,7 +287,7 @@ def _attention_of_scores(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Computes attention (B, heads, Q, D) with explicit scores, for keys and values with as many heads as queries."""
+    """Computes attention (B, heads, Q, D) like `_attend`, with explicit scores; keys have as many heads as queries."""
     scores = torch.matmul(query, key.transpose(2, 3)) * (query.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         scores = torch.tanh(scores / softcap) * softcap

@@ -131,7 +131,10 @@ def output_embedding(model: torch.nn.Module) -> OutputHead:
 
 
 def _adapter_of_head(part: Any, weight: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Returns `OutputHead.down` and scaled `up` of a PEFT-wrapped output layer; (None, None) without adapter."""
+    """Returns `OutputHead.down` and scaled `up` of an output layer with the matrix `weight` (V, H).
+
+    (None, None) without an adapter, or if it is disabled or merged. Raises ValueError for DoRA or a bias.
+    """
     if "token_adapter" in part._modules:
         rows = part.token_adapter
         return (None, None) if rows.disable_adapters or rows.merged else rows_as_adapter(rows, weight)
@@ -154,7 +157,10 @@ def rows_as_adapter(rows: Any, weight: torch.Tensor) -> tuple[torch.Tensor, torc
 
 
 def check_vocabulary(ids: int, embeddings: int | None, whose: str = "the model") -> None:
-    """Raises ValueError if a tokenizer has more ids than a model has embeddings: XLA silently clamps larger ids."""
+    """Raises ValueError if a tokenizer has more ids than a model has embeddings: XLA silently clamps larger ids.
+
+    `embeddings` None raises nothing; `whose` names the model in the text.
+    """
     if embeddings is not None and ids > embeddings:
         raise ValueError(
             f"the tokenizer has {ids} ids and {whose} only {embeddings} embeddings: they do not belong together. Load "

@@ -29,10 +29,11 @@ from tpu_kit.model.sharding import partition
 
 
 def to_device(model: torch.nn.Module, device: torch.device | str) -> torch.nn.Module:
-    """Moves the model to `device`, or in shards to the mesh, in place, ties its embeddings again, and returns it.
+    """Moves the model to `device`, in place, ties its embeddings again, and returns it.
 
-    A move to XLA makes a new parameter per module, so tied embeddings silently become two parameters. This function
-    does not call `tie_weights`, because transformers replaces it process-wide while another replica loads a model.
+    On XLA with a mesh of several devices, moves it in shards by `partition.to_mesh`, which may raise ValueError. A move
+    to XLA makes a new parameter per module, so tied embeddings silently become two parameters. This function does not
+    call `tie_weights`, because transformers replaces it process-wide while another replica loads a model.
     """
     if active_mesh().size > 1 and torch.device(device).type == "xla":
         return partition.to_mesh(model, stacked_prefixes(model), stacked_parts(model))
@@ -52,7 +53,7 @@ def tensor_specs(model: torch.nn.Module) -> dict[str, Spec]:
 
 
 def cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Casts a model in place, except buffers that are saved in its files, such as routers' fp32 biases."""
+    """Casts a model's floats in place, except buffers that are saved in its files, such as routers' fp32 biases."""
     saved = model.state_dict().keys()
     kept = {name: buffer for name, buffer in model.named_buffers() if name in saved}
     model.to(dtype)
@@ -66,8 +67,8 @@ def hidden_states(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> 
 
     Args:
         model: from `load_model`, on the batch's device.
-        batch: input_ids (B, S) and, optionally, position_ids and the columns of `Visibility.of` (B, S). A family may
-            read further columns (`families.decoder_inputs`), such as images.
+        batch: input_ids (B, S) and, optionally, position_ids (default: from 0), segment_ids (default: a row is one
+            document) and prefix_ids; see `Visibility`. A family may read further columns, such as images.
 
     Returns:
         Last hidden states (B, S, H) in the compute dtype, after the final norm.

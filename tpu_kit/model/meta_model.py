@@ -292,7 +292,10 @@ class Trace(TorchDispatchMode):
         return output
 
     def count(self, result: torch.Tensor, flops: float) -> None:
-        """Adds a product's FLOPs per token. A product with a weight has two axes; a weight's gradient is not added."""
+        """Adds a product's FLOPs per token to `flops` of the current pass; leaves out a weight's gradient.
+
+        A `result` with two axes is a product with a weight, whose forward FLOPs also count as "weights".
+        """
         matrix = result.dim() == 2
         if not self.backward:
             self.flops["forward"] += flops
@@ -308,7 +311,7 @@ class Trace(TorchDispatchMode):
             self.values[number].sources, self.values[number].stored = sources, reads or stored
 
     def place(self, tensor: torch.Tensor) -> int:
-        """Returns the number of a tensor's value. A value without an operation, such as an input, is in memory."""
+        """Returns the number of a tensor's value; adds a new value, for example of an input, as a value in memory."""
         storage = tensor.untyped_storage()._cdata
         if storage not in self.places:
             self.places[storage] = len(self.values)
@@ -336,7 +339,7 @@ class Trace(TorchDispatchMode):
         return self._most(forward, within, 0, self.backward), self._most(last, within, start, len(within)), saved
 
     def _lives(self, count: int) -> dict[int, int]:
-        """Returns the last use of every value in memory: number -> number of the last value computed from it."""
+        """Returns the last use of values in memory: number (below `count`) -> number of the last value made from it."""
         last: dict[int, int] = {}
         roots: list[set[int]] = []
         for number, value in enumerate(self.values[:count]):
@@ -347,7 +350,10 @@ class Trace(TorchDispatchMode):
         return last
 
     def _most(self, last: dict[int, int], within: list[bool], start: int, end: int) -> Alive:
-        """Returns the Pareto maxima of the bytes (outside of tiles, within tiles) over the operations [start, end)."""
+        """Returns the Pareto maxima of the bytes (outside of tiles, within tiles) over the operations [start, end).
+
+        `last` is a result of `_lives`; `within` says for every value whether it is within tiles.
+        """
         sizes, found = [0.0, 0.0], set[tuple[float, float]]()
         freed: dict[int, list[int]] = {}
         for now in range(end):
@@ -394,7 +400,10 @@ class _Kernel(torch.autograd.Function):
 
 
 def _call(given: Sequence[torch.Tensor], results: Sequence[tuple[Any, torch.dtype]]) -> list[torch.Tensor]:
-    """Returns uninitialized kernel results of these (shape, dtype), and traces them; pads heads to whole lanes."""
+    """Returns uninitialized `results`, given as (shape, dtype), of a kernel that reads `given`, and traces them.
+
+    The bytes of 4-D tensors count with the last axis padded to whole lanes.
+    """
     trace = _active.get()
     sources = {*map(trace.place, given)}
     made = [given[0].new_empty(shape, dtype=dtype) for shape, dtype in results]

@@ -77,7 +77,8 @@ _FUNCTION = "apply_rotary_pos_emb"
 def connect(model: torch.nn.Module, frozen: bool = True) -> None:
     """Makes the layers of a transformers model rotate by halves on XLA; a second call does nothing.
 
-    Replaces the global function of the modules that define the layers, unless it computes something else.
+    Replaces the global function of the modules that define the layers, unless it computes something else. `frozen` has
+    no effect.
     """
     for module in map(sys.modules.__getitem__, {type(part).__module__ for part in model.modules()}):
         own = vars(module).get(_FUNCTION)

@@ -342,7 +342,10 @@ def undivided(widths: Iterable[tuple[str, int]], group: int) -> list[str]:
 
 
 def check_groups(widths: Sequence[tuple[str, int]], group: int) -> None:
-    """Raises ValueError if some layers are `undivided`, with the group sizes that fit."""
+    """Raises ValueError if the int4 group size `group` does not divide half of the inputs of every layer.
+
+    `widths` are `Shape.widths`. The text names the layers, and the largest fitting size from 16 to 256, else int8.
+    """
     if wrong := undivided(widths, group):
         fitting = [size for size in (256, 128, 64, 32, 16) if not undivided(widths, size)]
         advice = f"set it to {fitting[0]}" if fitting else "use model.base_dtype=int8"

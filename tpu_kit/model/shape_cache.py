@@ -67,7 +67,10 @@ def shape_key(model: ModelConfig) -> str:
 
 
 def _read(model: ModelConfig) -> str:
-    """Returns the text of a model's config.json: GGUF metadata, else assets/shapes.json, else folder or hub."""
+    """Returns the text of a model's config.json: GGUF metadata, else assets/shapes.json, else folder or hub.
+
+    Raises ValueError if it cannot be read, or holds no object.
+    """
     name = f"model.name={model.name}"
     if model.gguf_file:
         return _gguf_config(model)

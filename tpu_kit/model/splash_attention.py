@@ -136,7 +136,10 @@ class _Splash(torch.autograd.Function):
 
 
 def _forward(settings: SplashSettings, *tensors: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the kernel's output and log sums; with remat=outputs, a recomputation reuses the first results."""
+    """Returns the kernel's output (B, heads, S, D) and log sums (B, heads, S) for the tensors of `splash_kernel`.
+
+    With remat=outputs, a recomputation reuses the first results.
+    """
     if not activation_checkpointing.is_open():
         output, log_sums = pallas.splash_forward(settings, *tensors)
         return output, log_sums

@@ -187,6 +187,8 @@ def _projector_parameters(model: PreTrainedModel) -> list[str]:
 def _targets(model: PreTrainedModel, lora: LoraConfig, others: list[str], projector: list[str]) -> str | list[str]:
     """Checks that the LoRA targets are linear layers of the text model or embeddings; returns PEFT's `target_modules`.
 
+    This is "all-linear" or, for other targets and in a mixture of experts, names that include `projector`.
+
     Args:
         model: the base model.
         lora: the adapters.
