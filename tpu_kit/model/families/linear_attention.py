@@ -86,7 +86,7 @@ def mamba_step(
     segment: torch.Tensor,
     before: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes Mamba 2 (arXiv 2405.21060) for a chunk; shapes and result are like `delta_step`'s, vectors as given.
+    """Computes Mamba 2 (arXiv 2405.21060) for a chunk, without normalizing and scaling; for the rest see `delta_step`.
 
     In Mamba's terms, `given` is x * dt (B, C, H, P), `key` is B and `query` C (B, C, G, N), and `decay` is A * dt.
     """
