@@ -38,7 +38,7 @@ def hub_data(source: str | None) -> str | None:
 def base_licence(base: str, revision: str | None) -> dict[str, str]:
     """Asks the hub for the base model's card, and returns its fields license, license_name and license_link.
 
-    Missing fields are left out; the result is empty if the hub does not answer.
+    Missing fields are left out; the result is empty if the card cannot be read. `revision` None is main.
     """
     from huggingface_hub import HfApi
 
@@ -108,7 +108,10 @@ def model_card(
 
 
 def _results(config: TrainConfig, data: str, share: Accuracy, answers: Mapping[str, Any]) -> list[Any]:
-    """Returns the tuned model's accuracy `share` on the hub's data set `data` in a list, in the form the hub reads."""
+    """Returns a list with an `EvalResult`: the tuned model's accuracy `share` on the hub's data set `data`.
+
+    `answers` is the content of eval.json, which has the p-value of the comparison with the base.
+    """
     from huggingface_hub import EvalResult
 
     source = config.data.eval_source or str(config.data.source)

@@ -131,7 +131,7 @@ def convert_adapter(adapter: Path, base: Path, target: Path, tools: Path) -> Non
 
 
 def _run(arguments: list[str], target: Path) -> None:
-    """Runs a script of llama.cpp offline; raises ValueError if it fails or does not write `target`."""
+    """Runs `arguments`, a script of llama.cpp and its arguments, offline; ValueError if it does not write `target`."""
     environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "1", "PJRT_DEVICE": "CPU", "HF_HUB_OFFLINE": "1"}
     environment.pop("NO_LOCAL_GGUF", None)  # it selects another version of the gguf library
     done = run_child(arguments, environment)

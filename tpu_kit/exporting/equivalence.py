@@ -102,7 +102,7 @@ def logits(
     """Computes, on the CPU, a model's logits at the last positions of every prompt: (up to `positions`, V), fp32.
 
     Args:
-        model: of transformers or PEFT.
+        model: of transformers or PEFT, on the CPU and in evaluation mode.
         prompts: token ids, which may carry pictures (`PicturedIds`); they run one at a time.
         positions: maximum number of positions per prompt.
         pictures: the model's keyword arguments for the pictures of every prompt; empty: the pictures of the ids.
@@ -136,7 +136,7 @@ def compare(
         effect: `mean_difference` between tuned model and base.
         stored: the type of the export's weights, a key of `LIMITS`.
         by: the program that read the export.
-        mixture: whether the model has experts; then the positions that may disagree may also exceed the limit.
+        mixture: whether the model has experts; then only the share `least` of the positions must be within the limit.
     """
     here, there = torch.cat(list(tuned)), torch.cat(list(exported))
     same = here.argmax(1) == there.argmax(1)
@@ -153,12 +153,12 @@ def mean_difference(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor
 
 
 def reload(folder: Path, prompts: Sequence[Sequence[int]], base: dict[str, Any] | None = None) -> list[torch.Tensor]:
-    """Returns an exported folder's logits as `logits`, computed by transformers in a new process.
+    """Returns an exported folder's logits as `logits` at `POSITIONS`, computed by transformers in a new process.
 
     Args:
         folder: a whole model, or an adapter.
-        prompts: token ids.
-        base: for an adapter, the arguments of transformers' `from_pretrained` for its base model.
+        prompts: token ids, which may carry pictures.
+        base: for an adapter, the arguments of transformers' `from_pretrained` for its base model; None: a whole model.
 
     Raises:
         ValueError: the folder cannot be read; the text ends with the error of transformers.
@@ -202,7 +202,16 @@ def compare_answers(
     model: torch.nn.Module, prompts: Sequence[Any], answers: Sequence[Answer], effect: float, stored: str,
     by: str = "llama.cpp",
 ) -> LogitComparison:  # fmt: skip
-    """Compares another program's log-probabilities in its answers to `prompts` with `model`'s; see `compare`."""
+    """Compares another program's log-probabilities in its answers to `prompts` with `model`'s; raises nothing.
+
+    Args:
+        model: the tuned model, on the CPU and in evaluation mode.
+        prompts: token ids, which may carry pictures.
+        answers: the program's greedy answer to every prompt; the log-probabilities in it are compared.
+        effect: `mean_difference` between tuned model and base.
+        stored: the type of the export's weights, a key of `LIMITS`.
+        by: the other program.
+    """
     differences, same, spreads = [], [], []
     for ids, answer in zip(prompts, answers, strict=True):
         tokens = [token for token, _ in answer]
@@ -219,7 +228,10 @@ def compare_answers(
 def _check(
     by: str, unit: str, differences: torch.Tensor, same: torch.Tensor, spread: torch.Tensor, effect: float, stored: str
 ) -> LogitComparison:
-    """Returns a comparison with the limits of `stored`; `same` and `spread` (logits' deviation) are by position."""
+    """Returns a comparison with the limits of `stored`; `same` and `spread` (logits' deviation) are by position.
+
+    `differences` are absolute, of any shape.
+    """
     limit, least = LIMITS[stored]
     return LogitComparison(
         by, unit, len(same), float(differences.max()), limit * float(spread.mean()), float(same.float().mean()), least,
@@ -230,9 +242,10 @@ def _check(
 def in_child(
     job: dict[str, Any], module: str = "tpu_kit.exporting.equivalence", variables: Mapping[str, str] = {}
 ) -> Any:
-    """Runs `module` with a job (as JSON) in a new process without accelerators, and returns its result of `torch.save`.
+    """Runs `python -m MODULE JOB.json RESULT` with a job in a new process without accelerators; returns the result.
 
-    `variables` are added to the environment. Raises ValueError if the process fails or takes more than `SECONDS`.
+    The module writes the result (tensors and plain values) to RESULT with `torch.save`. `variables` are added to the
+    environment. Raises ValueError if the process fails or takes more than `SECONDS`.
     """
     environment = os.environ | {"PJRT_DEVICE": "CPU", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
     environment |= variables
@@ -260,7 +273,11 @@ def _read(job: dict[str, Any]) -> list[torch.Tensor]:
 
 
 def _stock(job: dict[str, Any]) -> torch.nn.Module:
-    """Opens a job's "folder" in fp32, on "base" if it is an adapter; raises ValueError if weights do not fit."""
+    """Returns the model of a job's "folder" in fp32 for evaluation; raises ValueError if weights do not fit.
+
+    For an adapter, "base" has the arguments of `from_pretrained` for its base model; for a whole model it is None. If
+    the job has "pictures", the model reads images.
+    """
     options = job["base"] or {"pretrained_model_name_or_path": job["folder"]}
     config = ModelConfig(
         name=options["pretrained_model_name_or_path"], base_dtype="fp32",
@@ -280,9 +297,10 @@ def _stock(job: dict[str, Any]) -> torch.nn.Module:
 
 
 def llama_cpp(job: dict[str, Any], context: int) -> Any:
-    """Starts llama.cpp's server on the file "gguf" of a job, with "lora" or "projector", for `context` tokens.
+    """Returns llama.cpp's server (`xllamacpp.Server`) on the CPU with a job's files, for `context` tokens.
 
-    "image_tokens" limits the tokens of a picture, for models whose pictures have a variable number.
+    "gguf" is the model's file. Other entries may be missing or None: "lora" and "projector" are files, "image_tokens"
+    limits the tokens of a picture, for models whose pictures have a variable number.
     """
     xllamacpp = importlib.import_module("xllamacpp")  # it has no types
 

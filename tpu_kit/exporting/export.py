@@ -95,9 +95,9 @@ def export(
         revision: the branch to push to; None: main.
 
     Raises:
-        ValueError: the run is incomplete. The adapter is missing, damaged or of another model. The disk is full, a tool
-            is missing, or the object store cannot be read. The hub refuses the repository or the upload. Or the export
-            differs from the tuned model.
+        ValueError: an argument is unknown or has no effect. The run is incomplete. The adapter is missing, damaged or
+            of another model. The format cannot hold the model. The disk is full, a tool is missing, or the object store
+            cannot be read. The hub refuses the repository or the upload. Or the export differs from the tuned model.
     """
     place = None if out is None else str(out)
     (done,) = export_all(
@@ -111,7 +111,8 @@ def export_all(run_dir: str | Path, options: ExportOptions, option: str = "push"
 
     Args:
         run_dir: as in `export`.
-        options: how to export; of several formats, the first goes to the repository's root, the others to folders.
+        options: how to export. If several formats are pushed, the first goes to the repository's root, all others to
+            folders with the formats' names.
         option: name of the option that names the repository, for errors.
 
     Returns:
@@ -138,7 +139,10 @@ def export_all(run_dir: str | Path, options: ExportOptions, option: str = "push"
 
 
 def _export(folder: Path, copied: bool, options: ExportOptions, format: str) -> Exported:
-    """Exports a run in one format; `folder` has the run's files, and is temporary if `copied`. Raises as `export`."""
+    """Exports a run in one format without a push; `folder` has the run's files, and is temporary if `copied`.
+
+    Without `options.out` it writes to `folder` or, if `copied`, to the run's default folder. Raises as `export`.
+    """
     if not (folder / "config.yaml").is_file():
         raise ValueError(f"{folder} has no config.yaml: give the folder that a run wrote (its output_dir)")
     config = load_config(read_yaml(folder / "config.yaml"))
@@ -192,9 +196,10 @@ def _name_base_alone(settings: Path) -> None:
 
 
 def _placed(text: str, options: ExportOptions, format: str, base: str) -> str:
-    """Returns a text about loading an export with the repository for `HERE`; unchanged if the export is not pushed.
+    """Replaces `HERE` in a text about loading an export by the repository; nothing changes without `options.push`.
 
-    Adds a download where a folder is needed. The model `base` in a local folder is named without its path.
+    Where a folder is needed, it adds a download. If `format` is not the first of the options, only the folder `format`
+    of the repository is used. An absolute path `base` (`model.name`) is replaced by its last part.
     """
     if not options.push or HERE not in text:
         return text

@@ -30,9 +30,10 @@ _PROCESSOR_FILES = ("PROCESSOR_NAME", "IMAGE_PROCESSOR_NAME", "VIDEO_PROCESSOR_N
 
 
 def adapter(tuned: TunedModel) -> Written:
-    """Writes the adapter for PEFT with its base model's name, generation config and processor, and compares it.
+    """Writes the adapter for PEFT to `tuned.part`, with its base model's name, generation config and processor.
 
-    Raises ValueError for a whole model, or if PEFT's or vLLM's results on the base differ from the tuned model's.
+    Compares it on the base in PEFT, and in vLLM if that is at hand. Raises ValueError for a whole model, or if the
+    results differ from the tuned model's.
     """
     source = adapter_of(tuned, "merged")
     shutil.copytree(source, tuned.part, dirs_exist_ok=True)
@@ -121,9 +122,10 @@ def _in_vllm(tuned: TunedModel, settings: Mapping[str, Any], base: str) -> tuple
 
 
 def merge(tuned: TunedModel) -> LogitComparison:
-    """Merges the adapter of `tuned.model` in fp32, in place or when streamed weights are read; compares the logits.
+    """Merges the adapter of `tuned.model` in fp32, in place; a streamed model merges weights when it reads them.
 
-    Raises ValueError if they are not the tuned model's.
+    A whole model stays as it is. Returns the comparison of the logits with `tuned.logits`; raises ValueError if they
+    are not within its limits.
     """
     if tuned.streamed:
         tuned.streamed.merging = True
@@ -135,7 +137,10 @@ def merge(tuned: TunedModel) -> LogitComparison:
 
 
 def save_merged(tuned: TunedModel, folder: Path, dtype: torch.dtype) -> None:
-    """Writes the merged model in `dtype` with its tokenizer; ValueError if the tokenizer differs when read again."""
+    """Writes the model, which `merge` has merged, in `dtype` with its tokenizer; a model in memory is cast in place.
+
+    Raises ValueError if the tokenizer differs when it is read again.
+    """
     from transformers import AutoTokenizer
 
     base_model(tuned.model).generation_config.eos_token_id = tuned.stops or None
@@ -147,7 +152,7 @@ def save_merged(tuned: TunedModel, folder: Path, dtype: torch.dtype) -> None:
 
 
 def merged(tuned: TunedModel) -> Written:
-    """Writes the merged model in `tuned.dtype` for transformers; raises ValueError if it is not the tuned model."""
+    """Merges the model and writes it in `tuned.dtype` for transformers to `tuned.part`; ValueError if it differs."""
     checks, notes = _write_merged(tuned)
     use = (
         "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n"
@@ -161,7 +166,7 @@ def merged(tuned: TunedModel) -> Written:
 
 
 def for_vllm(tuned: TunedModel) -> Written:
-    """Writes a folder as `merged`, compares it in vLLM too, and notes the command that serves it; raises ValueError."""
+    """Writes a folder as `merged`, compares it in vLLM too, and notes its command; ValueError if a check fails."""
     checks, notes = _write_merged(tuned)
     served = Served(HERE, tuned.config.served_name, {"dtype": DTYPES[tuned.dtype]})
     compared, told = check_in_vllm(tuned, served)
@@ -171,7 +176,10 @@ def for_vllm(tuned: TunedModel) -> Written:
 
 
 def _write_merged(tuned: TunedModel) -> tuple[list[LogitComparison], list[str]]:
-    """Merges the model and writes it to `tuned.part`; returns comparisons, and a note if the hub was not reached."""
+    """Merges the model and writes it to `tuned.part`; returns comparisons, and a note if the hub was not reached.
+
+    Raises ValueError if the merged or the written model is not the tuned model.
+    """
     checks = [merge(tuned)]
     save_merged(tuned, tuned.part, getattr(torch, DTYPES[tuned.dtype]))
     whole = reads_more_than_text(base_model(tuned.model))

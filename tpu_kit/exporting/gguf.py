@@ -37,7 +37,8 @@ def _refuse_experts(tuned: TunedModel) -> None:
 def write_model(tuned: TunedModel, outtype: str) -> Written:
     """Merges the model, and writes it as GGUF ("f16", "bf16" or "q8_0", rounded from fp32) with a Modelfile.
 
-    Raises ValueError if the model cannot be written, or llama.cpp, if installed, answers otherwise.
+    All files go to `tuned.part`; a run with images adds the vision part's file. Raises ValueError for a mixture, if
+    the model cannot be written, or if llama.cpp is installed and answers otherwise.
     """
     _refuse_experts(tuned)
     sees = tuned.config.model.images
@@ -69,9 +70,10 @@ def write_model(tuned: TunedModel, outtype: str) -> Written:
 
 
 def write_adapter(tuned: TunedModel) -> Written:
-    """Writes the adapter as GGUF, and a Modelfile; compares it on the base model in f16, if llama.cpp is installed.
+    """Writes the adapter as GGUF, and a Modelfile, to `tuned.part`; compares it in llama.cpp, if that is installed.
 
-    Raises ValueError for a whole model, a mixture, adapters that GGUF cannot hold, or if the comparison fails.
+    The comparison is on the base model in f16, which is deleted afterwards. Raises ValueError for a whole model, a
+    mixture, adapters that GGUF cannot hold, or if the comparison fails.
     """
     source, sees = adapter_of(tuned, "gguf-f16"), tuned.config.model.images
     _refuse_experts(tuned)
@@ -140,8 +142,9 @@ def _has_llama_cpp() -> bool:
 def _in_llama_cpp(
     tuned: TunedModel, model: Path, stored: str, adapter: Path | None = None
 ) -> tuple[list[LogitComparison], list[str]]:
-    """Compares the file's answers and its counts of tokens in llama.cpp, if installed; returns comparisons and notes.
+    """Compares the file's answers and its counts of tokens in llama.cpp; returns ([comparison], notes).
 
+    If llama.cpp is not installed, returns ([], [note]). `model` is the file, of the base model if `adapter` is a file.
     Raises ValueError if the answers exceed the limits of `stored`, the file's type, or the counts differ.
     """
     if not _has_llama_cpp():

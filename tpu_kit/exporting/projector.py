@@ -67,9 +67,8 @@ class Projector(NamedTuple):
 def refuse(tuned: TunedModel, compares: bool) -> None:
     """Raises ValueError if the converter cannot write the vision part, or if a required comparison is not possible.
 
-    `compares` is whether llama.cpp is installed, which models of Gemma 4 need.
-
-    For small random models of Gemma 4, llama.cpp computed other log-probabilities, even for text.
+    `compares` is whether llama.cpp is installed. Models of Gemma 4 require the comparison, because llama.cpp computed
+    other log-probabilities for small random models, even for text.
     """
     settings = base_model(tuned.model).config
     if settings.model_type not in WRITTEN:
@@ -90,7 +89,7 @@ def refuse(tuned: TunedModel, compares: bool) -> None:
 
 
 def complete_settings(folder: Path) -> None:
-    """Adds settings to `folder`'s config.json that the converter expects and transformers may not save."""
+    """Adds settings to config.json in `folder` that the converter expects and transformers may not save."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
     settings = json.loads((folder / "config.json").read_text())
@@ -218,7 +217,10 @@ def compare_pictures(tuned: TunedModel, model: Path, projector: Path) -> tuple[l
 
 
 def _text(tuned: TunedModel, ids: list[int], size: tuple[int, int]) -> str:
-    """Returns the text of token ids with `_PLACE` instead of the picture's tokens, which llama.cpp makes itself."""
+    """Returns the text of `ids` with `_PLACE` instead of the picture's tokens, which llama.cpp makes itself.
+
+    `size` is the picture's (width, height) in pixels.
+    """
     width, height = size
     tokens, _ = _processor(tuned).tokens(height, width)
     start = next(at for at in range(len(ids)) if ids[at : at + len(tokens)] == tokens)
@@ -247,7 +249,7 @@ def _pictures(tuned: TunedModel) -> list[Any]:
 
 
 def _compared(job: dict[str, Any]) -> dict[str, Any]:
-    """Matches the tensors of the file with the model's weights by their sorted values.
+    """Matches the tensors of the GGUF file "projector" with the weights in "folder" by their sorted values.
 
     Names do not match, because the converter renames tensors and transposes some. Rounding keeps the sorted order.
     Returns the unmatched names of the file ("odd") and the model ("missing"), the largest relative difference
@@ -281,7 +283,8 @@ def _compared(job: dict[str, Any]) -> dict[str, Any]:
 def _asked(job: dict[str, Any]) -> list[list[tuple[Answer, int]]]:
     """Returns, by picture and distinct text, llama.cpp's greedy answer and the number of prompt tokens.
 
-    Only llama.cpp's own HTTP interface takes pictures beside the text of a prompt.
+    A job has the entries for `llama_cpp`, its "context", "texts" with `_PLACE`, and "pictures" as PNG in base64. Only
+    llama.cpp's own HTTP interface takes pictures beside the text of a prompt.
     """
     server = llama_cpp(job, job["context"])
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # no proxy: the server is on this computer

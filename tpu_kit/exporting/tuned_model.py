@@ -177,7 +177,8 @@ def _prompts(
 ) -> tuple[list[list[int]], list[list[int]], list[str]]:
     """Returns the token ids of chats and of chats with answers, and the questions, from eval.json or general questions.
 
-    Without `chat`, prompts are plain text. If the run has images, the kit draws a picture for every question.
+    It takes the first `_PROMPTS` samples of eval.json; general questions have no answers. If `chat` is false, prompts
+    are plain text. If the run has images, the kit draws a picture for every question.
     """
     pairs = [(question, "") for question in _QUESTIONS]
     if answers := read_comparison(folder):

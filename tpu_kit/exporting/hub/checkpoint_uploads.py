@@ -110,7 +110,10 @@ class CheckpointUploads:
                 self._turn()  # a commit by hand may have moved the branch
 
     def _turn(self) -> bool:
-        """Uploads the newest checkpoint unless it is already there; returns False and warns, not twice, if it fails."""
+        """Uploads the newest checkpoint unless it is already there; returns False if that fails.
+
+        A failure prints a warning, unless the last warning was the same. True also if there is nothing to upload.
+        """
         checkpoint = None
         try:
             checkpoint = next(reversed(list_checkpoints(self._place)[0]), None)
@@ -167,7 +170,7 @@ class CheckpointUploads:
 
 @contextmanager
 def _no_bars() -> Iterator[None]:
-    """Turns off huggingface_hub's progress bars, which would disturb the run's own."""
+    """Turns off huggingface_hub's progress bars, which would disturb the run's own, until the block ends."""
     from huggingface_hub.utils import are_progress_bars_disabled, disable_progress_bars, enable_progress_bars
 
     shown = not are_progress_bars_disabled()
@@ -208,7 +211,7 @@ def fetch_checkpoint(config: TrainConfig) -> None:
     """Fetches the checkpoint of `checkpoint.source` into the run's folder if its step is above all checkpoints there.
 
     Does nothing without a source. All files are from the same commit, and are verified before the checkpoint counts as
-    complete. A missing checkpoint is only printed if the run pushes to the same place.
+    complete. If the run pushes to the same place, a missing checkpoint is no error: it is printed.
 
     Raises:
         ValueError: the checkpoint is missing or damaged, the hub cannot be reached, or the folder is not writable.

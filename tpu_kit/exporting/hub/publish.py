@@ -49,8 +49,8 @@ def describe_push(config: TrainConfig) -> str:
 def push_result(config: TrainConfig, folder: Path) -> Pushed | None:
     """Exports the result in `folder` in all of `hub.format`, pushes it as a single commit, and prints the exports.
 
-    A failure or a stop signal does not end the run: it prints a warning with the command that repeats the push, and
-    returns None.
+    `hub.model_id` must be set. A failure or a stop signal does not end the run: the function prints a warning to
+    stderr, with the command that repeats the push, and returns None.
     """
     from tpu_kit.exporting.export import export_all  # it loads transformers, which the checks above do not need
 

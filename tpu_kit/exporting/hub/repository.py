@@ -228,7 +228,10 @@ class HubRepository:
         return f"{self.option}={self.model_id}"
 
     def _patiently(self, ask: Callable[[], T]) -> T:
-        """Returns the result of `ask`; repeats it up to `_WAITS` times if the hub asks to wait up to `_PATIENCE` s."""
+        """Returns the result of `ask`; repeats it up to `_WAITS` times if the hub asks to wait up to `_PATIENCE` s.
+
+        Other errors of `ask`, and the error of the last try, are raised unchanged.
+        """
         from huggingface_hub.errors import HfHubHTTPError
 
         for _ in range(_WAITS):
@@ -242,7 +245,11 @@ class HubRepository:
 
     @contextmanager
     def _explained(self, what: str, writes: bool = True) -> Iterator[None]:
-        """Turns errors of the hub and network into ValueError with the cause; first tests if the hub is reachable."""
+        """Turns the block's errors of the hub and network into ValueError with the cause.
+
+        The first argument tells which action failed, such as "the upload failed", for other causes. `writes` is
+        whether the token needs write permission, for the advice. Before the block, it tests if the hub is reachable.
+        """
         from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
         ask_hub_once()
@@ -299,7 +306,7 @@ def _seconds_of(function: Callable[..., object], *given: Any, **named: Any) -> f
 
 
 def _retry_after(error: Any) -> float | None:
-    """Returns the seconds that the hub asks to wait; None if it does not ask."""
+    """Returns the seconds that the hub asks to wait in the response of `error`; None if it does not ask."""
     from huggingface_hub.utils import parse_ratelimit_headers
 
     headers = getattr(getattr(error, "response", None), "headers", None) or {}

@@ -125,7 +125,10 @@ def check_in_vllm(
 
 
 def _prompt_notes(tuned: TunedModel, prompts: Sequence[Any], rendered: Sequence[list[int]]) -> list[str]:
-    """Raises ValueError if vLLM's prompts differ from the run's; returns a note if only the date differs."""
+    """Returns [] if vLLM's token ids `rendered` are the run's prompts, or [note] if only the date differs.
+
+    `prompts` are the texts or chats. Raises ValueError if the ids differ otherwise.
+    """
     if [*rendered] == tuned.prompts:
         return []
     today = PromptCodec(tuned.tokenizer, base_model(tuned.model), replace(tuned.config.data, date=None))
@@ -151,7 +154,10 @@ def _check_end(tokens: Sequence[int], most: int, tuned: TunedModel) -> None:
 
 
 def _run(python: str, job: Mapping[str, Any]) -> Any:
-    """Returns the result of `child`, or a text with the reason why this vLLM cannot answer; ValueError if it fails."""
+    """Returns the result of `child.answers`, or a text with the reason why the vLLM of `python` cannot answer.
+
+    Raises ValueError if the interpreter `python` does not start, or the child fails or takes more than `SECONDS`.
+    """
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     environment |= {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_CPU_KVCACHE_SPACE": str(_CACHE_GIB), "VLLM_NO_USAGE_STATS": "1",

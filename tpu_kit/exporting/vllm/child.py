@@ -16,6 +16,11 @@ def answers(job: dict[str, Any]) -> dict[str, Any]:
 
     "tops" maps the likeliest ids to log-probabilities. If this vLLM cannot answer, the only entry is "unable", the
     reason.
+
+    Args:
+        job: "engine" has the arguments of `vllm.LLM`. "prompts" are chats if "chats" is true, else texts. "tokens" is
+            the maximum number of new tokens, "likeliest" the number of log-probabilities per token. "adapter" has the
+            arguments of `LoRARequest`, or is None. "experts" tells whether the model has experts; "family" is its type.
     """
     import vllm
     from vllm.lora.request import LoRARequest
