@@ -325,7 +325,7 @@ def _between_tokens(config: TrainConfig, shape: Shape, mesh: Mesh, passes: int, 
     Queries, keys, values and outputs exchange heads for tokens. If the axis does not divide the key-value heads, keys
     and values are gathered, and their gradients all-reduced. Queries, outputs and their gradients then move to other
     devices and back in two halves, with logs of sums, whose bytes are not counted (see `pallas._balanced`).
-    `tokens` is the size in bytes of one number for each token of a device.
+    An update has `passes` passes; `tokens` is the bytes of a tensor with one number for each token of a device.
     """
     again = int(config.optim.recomputes) + blocks_share(config, shape)
     others, times = mesh.context - 1, 2 + again
@@ -436,7 +436,11 @@ def _seen(attention: str, length: int) -> float:
 
 
 def _between(shape: Shape, tokens: int, size: int, length: int, tiled: bool = False) -> float:
-    """Returns the HBM bytes between all layers' products in one pass of a step, for values of `size` bytes."""
+    """Returns the HBM bytes between all layers' products in one pass: forward, recomputation and backward.
+
+    The pass has `tokens` tokens in rows of `length`, and values of `size` bytes. `tiled` adds the traffic of a tiled
+    MLP.
+    """
     moved = 0.0
     for kind, count in shape.counted:
         states = tokens * shape.hidden * size
@@ -461,7 +465,8 @@ def _spilled(size: float) -> float:
 def _added(config: TrainConfig, shape: Shape, tokens: int) -> float:
     """Returns a token's elements in inputs and outputs of linear layers whose adapter is a separate product.
 
-    `activation_checkpointing` joins base and adapter in the tiles of an MLP, and everywhere with remat=none.
+    `activation_checkpointing` joins base and adapter in the tiles of an MLP, and everywhere with remat=none. `tokens`,
+    the tokens of a pass, tell whether the MLP has tiles.
     """
     lora, optim = config.lora, config.optim
     joins = config.model.base_dtype in ("bf16", "fp32") and not (lora.dora or lora.dropout or config.launch.mesh)
@@ -477,6 +482,11 @@ def _added(config: TrainConfig, shape: Shape, tokens: int) -> float:
 
 def step_time(done: Work, chip: Chip, measured: float | None = None) -> StepTime:
     """Estimates the seconds of some work on a device of a chip.
+
+    Args:
+        done: the work.
+        chip: the chip.
+        measured: time on this machine over the estimate, kept as a factor in the result; None if not known.
 
     Raises:
         ValueError: the chip's speed is not known.
@@ -505,8 +515,8 @@ def predict_time(
 ) -> StepTime:
     """Estimates the seconds of a step on a slice, and of an update's share of a rollout with the longest completions.
 
-    The compiler's cost model gives the times; without `compiled`, or if a program does not fit, the formula does.
-    Raises ValueError if the chip's speed is not known.
+    `compiled` has the compiler's figures by program, whose cost model gives the times; without it, or if a program does
+    not fit, the formula does. Raises ValueError if the chip's speed is not known.
     """
     config = seen_on(where.device_type, config)
     update, rollout = predicted_work(config, shape, where)

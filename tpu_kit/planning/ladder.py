@@ -49,7 +49,10 @@ class Rung(NamedTuple):
     more_passes: bool = False
 
     def changed(self, config: TrainConfig, value: Any, replicas: int) -> TrainConfig:
-        """Returns the run with this value of the parameter; raises ConfigError if the run does not allow it."""
+        """Returns the run with this value of the parameter; raises ConfigError if the run does not allow it.
+
+        With `more_passes`, an update keeps its rows on `replicas` replicas.
+        """
         if self.name != "optim.batch_size":
             return with_value(config, self.name, value)
         if self.more_passes and not config.free_passes:
@@ -132,10 +135,12 @@ def remats(config: TrainConfig, where: TargetSlice, shape: Shape) -> Sequence[Re
 def batches(base: Setting, rows: Count, limit: int) -> Iterator[tuple[int, int | None]]:
     """Yields candidates (rows of a replica in a pass, rows of an update); None: rows x replicas x passes of `config`.
 
+    If the rows of an update are open, rows in a pass are powers of two; otherwise they divide the rows of an update.
+
     Args:
         base: the run on the slice. A batch size in its `sources` is the only candidate.
         rows: rows of the data; if known, open rows of an update leave at least `LEAST_UPDATES` updates an epoch.
-        limit: most rows in a pass. Only 1 is yielded if it does not fit by formula.
+        limit: most rows in a pass. More rows than fit by formula are left out, but 1 is always a candidate.
     """
     config, optim, replicas = base.config, base.config.optim, base.where.replicas
     whole = optim.global_batch_size

@@ -107,6 +107,8 @@ def _meshes(one: Setting) -> Iterator[Setting]:
 def check_mesh(config: TrainConfig, devices: int, shape: Shape | None, slices: int = 1) -> Mesh:
     """Returns the run's mesh on `devices` devices in all of `slices` slices; `shape` is None if it is not known.
 
+    `launch.mesh` must be set.
+
     Raises:
         ConfigError: the mesh does not divide the attention heads or the tokens; the model or the rows do not support
             its axes; the slices do not divide its data axis; or optim.batch_size is "auto" and `shape` None.

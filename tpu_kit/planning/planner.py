@@ -72,7 +72,10 @@ class Plan(Setting):
     collectives: tuple[Collective, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the object that `plan --json` prints."""
+        """Returns the object that `plan --json` prints: slice, batch, memory, time, cost and advice as JSON values.
+
+        It adds the compiler's figures if the compiler was asked, and "programs" if the run samples.
+        """
         batch, run = self.update, self.run
         values: dict[str, Any] = {
             "chip": self.where.chip.name, "chips": self.where.chips, "replicas": self.where.replicas,
@@ -226,9 +229,10 @@ def candidates(config: TrainConfig, shape: Shape, where: TargetSlice, rows: Coun
 
 
 def _wait(one: Setting, longer: float, rows: Count, asked: str) -> float:
-    """Returns the additional compile time `longer` divided by the number of updates, in seconds.
+    """Returns the additional compile seconds `longer` divided by the number of updates of the setting `one`.
 
-    If that number is not known, it is infinite for remat=none that `auto` would choose (`asked`), else 0.
+    If that number is not known, returns 0; but infinity if `asked`, the run's `optim.remat`, is "auto" and the setting
+    has remat=none.
     """
     if not longer:
         return 0.0

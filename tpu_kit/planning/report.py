@@ -26,7 +26,10 @@ _FACTORS = ("batch_size", "replicas", "gradient_accumulation")
 
 
 def plan_row(one: Plan) -> dict[str, object]:
-    """Returns a row of the table of slices: whether the run fits, settings, time and cost ("-" if it does not fit)."""
+    """Returns a row of the table of slices by column: whether the run fits, memory, settings, time and cost.
+
+    Time and cost are "-" if the run does not fit, or if they are not known.
+    """
     values = one.to_dict()
     fitting = values if one.fits else dict.fromkeys(("step_seconds", "tokens_per_second", "run_hours"))
     return {
@@ -248,7 +251,10 @@ def rollout_lines(one: Plan) -> list[str]:
 
 
 def tensor_rows(one: Plan, least: int = 0) -> list[dict[str, object]]:
-    """Returns a table of the tensors on the mesh, largest shard first; the last row sums shards below `least` bytes."""
+    """Returns a table of the tensors on the mesh, largest shard first; the last row sums shards below `least` bytes.
+
+    The columns are "tensor", "shape", "spec", "MiB a device" and "share" of the whole, as texts; empty without a mesh.
+    """
     rows: list[dict[str, object]] = []
     for row in (placed for placed in one.tensors if placed.bytes >= least):
         spec = ", ".join("+".join([axes] if isinstance(axes, str) else axes or ["-"]) for axes in row.spec)
@@ -262,7 +268,10 @@ def tensor_rows(one: Plan, least: int = 0) -> list[dict[str, object]]:
 
 
 def collective_rows(one: Plan) -> list[dict[str, object]]:
-    """Returns a table of a step's collectives on the mesh, a row per kind; empty without a mesh."""
+    """Returns a table of a step's collectives on the mesh, a row per kind; empty without a mesh.
+
+    The columns are "collective", "count", "GiB sent a device", "synchronous" (its share) and "s predicted".
+    """
     return [
         {"collective": each.kind, "count": each.count, "GiB sent a device": f"{each.moved / GIB:.3f}",
          "synchronous": f"{each.synchronous / max(1.0, each.moved):.0%}",

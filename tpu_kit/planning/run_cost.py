@@ -57,8 +57,8 @@ class Count:
 def count_rows(config: TrainConfig) -> Count:
     """Counts the packed training rows of an epoch, or the prompts of a run that samples, by preparing the data.
 
-    Without a tokenizer it estimates packed rows. None if the data is not on this machine, has more than `MOST_BYTES`,
-    or is refused.
+    Without a tokenizer it estimates packed rows. The count is None, with the reason, if the data is not on this
+    machine, has more than `MOST_BYTES`, or is refused.
     """
     if config.data.source == "synthetic":
         from tpu_kit.data.rows.sources import synthetic_rows
@@ -102,7 +102,11 @@ def filled_batch(config: TrainConfig, replicas: int, rows: int | None) -> tuple[
 
 
 def count_updates(config: TrainConfig, replicas: int, rows: Count) -> Count:
-    """Counts the updates of a run with a numeric batch size: `optim.max_steps`, or by `rows` (None if too few)."""
+    """Counts the updates of a run with a numeric batch size: `optim.max_steps`, or by `rows`.
+
+    The count is None, with the reason, if the rows are too few or not known. `replicas` counts the batch's shards on a
+    mesh.
+    """
     if config.optim.max_steps is not None:
         return Count(config.optim.max_steps)
     if rows.count is None:

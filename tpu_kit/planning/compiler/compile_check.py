@@ -229,12 +229,14 @@ def compile_programs(
 ) -> dict[str, Compiled]:
     """Compiles every program of a run with `compile_step`; returns the results by program name.
 
+    The only program is "step" or, in a run that samples, the rollout's programs, "accumulate" and "apply".
+
     Args:
         config: the run.
-        topology: the slice; None if the compiler has no topology for it.
+        topology: the slice; None if the compiler has no topology for it, which raises CompilerUnavailable.
         num_devices: replicas, or devices of the mesh.
-        seconds: time limit for all programs together.
-        options: keyword arguments of `compile_step`, whose errors are raised.
+        seconds: time limit for all programs together, after which CompileTimeout is raised; None: no limit.
+        options: more keyword arguments of `compile_step`, whose errors are raised.
     """
     end = math.inf if seconds is None else time.monotonic() + seconds
     if topology is None:
@@ -314,7 +316,7 @@ def _in_child(request: dict[str, Any], progress: bool, time_limit: float | None)
 
 
 def main() -> None:
-    """Compiles the request on stdin, in the child; writes `result.json`, and the phases to stdout."""
+    """Compiles the request on stdin, in the child; writes `result.json` to its "folder", and the phases to stdout."""
     from tpu_kit.xla.traced_program import refusing
 
     request = json.loads(sys.stdin.readline())

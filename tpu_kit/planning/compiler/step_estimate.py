@@ -126,7 +126,11 @@ def _arrays(shape: str) -> list[list[int]]:
 
 
 def _kind(one: Cost, sizes: Sizes, in_loop: bool) -> str:
-    """Returns the kind of work of an instruction, such as "loss"; `in_loop`: it is not in the entry computation."""
+    """Returns the kind of work of an instruction; `in_loop`: it is not in the entry computation.
+
+    The kinds are "attention kernel", "other kernels", "embedding", "loss", "adapters", "base products", "optimizer",
+    "rope, layouts of attention", "slices and stacks", "MLP, elementwise", "norms, residuals, casts" and "other".
+    """
     if one.kind == "kernel":
         return "attention kernel" if "splash" in one.op.name else "other kernels"
     results = _arrays(one.op.shape)

@@ -131,6 +131,9 @@ def trace_generation(
         width: tokens of a padded prompt.
         slots: length of the KV cache in tokens.
         samples: copies of a prompt's cache in "samples".
+
+    Raises:
+        ValueError: as `trace_step`.
     """
     with _mesh_of(config, num_devices):
         sampling = Sampling(max(1, slots - width), temperature=0.7, top_p=0.9)
@@ -188,7 +191,7 @@ class _TracedReplica(TpuRuntime):
 
 
 def fill(model: torch.nn.Module, state: TrainState | None = None) -> dict[str, torch.Tensor]:
-    """Replaces, in place, all tensors of a model and a state by placeholders on the XLA device; returns them by name.
+    """Replaces all tensors of a model and a state in place by placeholders on the XLA device, returned by name.
 
     A tensor that occurs twice (a tied weight, a parameter that the state also holds) stays a single tensor.
     """

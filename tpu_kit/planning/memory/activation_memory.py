@@ -124,7 +124,10 @@ class PeakActivationModel:
         return [small, *large] if small else large
 
     def reported(self, *, update: bool | None = None) -> tuple[Moment, float]:
-        """Returns the peak and the bytes reported beyond it: of all moments, only the update's (True) or the others."""
+        """Returns the peak moment, and the bytes that the compiler reports beyond it.
+
+        `update` is None for all moments, True for the update's moment alone, False for all others.
+        """
         moments = [one for one in self.moments() if update is None or update == (one.name == "update")]
         peak = max(moments, key=lambda moment: moment.heap)
         if not self.scanned and peak.name != "update":

@@ -94,7 +94,11 @@ class _Stack:
         return [self.tensor(name, size, 4, trained=True) for name, size in names.items()]
 
     def weight(self, names: Sequence[str], one: Linear, experts: bool = False) -> list[Tensor]:
-        """Returns weight, scales and bias of a linear layer or a product of experts, under these names."""
+        """Returns weight, scales (int8 and int4 alone) and bias (if any) of a linear layer or a product of experts.
+
+        `names` has the three names in this order. If `experts`, it is a product of experts, whose int4 scales may be
+        padded.
+        """
         make, (name, scale, bias) = partial(self.tensor, trained=not self.lora.r), names
         if self.dtype == "int8":
             tensors = [make(name, (one.outputs, one.inputs), 1), make(scale, (one.outputs,), 2)]
@@ -120,7 +124,7 @@ def model_tensors(shape: Shape, config: TrainConfig, *, scanned: bool = True) ->
 
 @lru_cache(64)  # a plan estimates many settings of a model
 def _model_tensors(shape: Shape, alone: _Stack, scanned: bool) -> tuple[Tensor, ...]:
-    """Returns the tensors of `model_tensors`; `alone` makes tensors that are not stacked."""
+    """Returns the tensors of `model_tensors`, with its `scanned`; `alone` makes tensors that are not stacked."""
     lora = alone.lora
     shape.check_targets(lora)
     start, whole = "base_model.model." if lora.r else "", not lora.r

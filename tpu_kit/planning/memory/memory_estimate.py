@@ -171,7 +171,10 @@ class _Rounds(_Step):
     """Estimates a run that samples: the programs of a rollout and of an update, with all other allocated buffers."""
 
     def programs(self) -> Iterator[ProgramPeak]:
-        """Yields the programs in order. The samples' cache exists from "samples" to the last "decode"."""
+        """Yields "prefill", "samples" (if prompts have several samples), "decode", "accumulate" and "apply".
+
+        The samples' cache exists from "samples" to the last "decode".
+        """
         config, mesh = self.config, self.mesh
         rollout = rollout_of(config, 1 if mesh else self.replicas)
         assert rollout is not None, "a run with rounds samples"
@@ -213,7 +216,7 @@ class _Rounds(_Step):
         yield made("apply", (*trained, *state), parts, SMALLEST_CODE, also=sent)
 
     def prefill(self, rows: int, width: int) -> dict[str, float]:
-        """Returns a prefill's temporaries in bytes by name, for `rows` prompts of the whole mesh of `width` tokens."""
+        """Returns a prefill's temporaries in bytes by name; the whole mesh has `rows` prompts of `width` tokens."""
         mesh, optim = self.mesh or Mesh(), self.config.optim
         tokens = -(-rows // mesh.data) * width
         tile = min(optim.mlp_tile or tokens, tokens)
