@@ -161,7 +161,10 @@ def batches(base: Setting, rows: Count, limit: int) -> Iterator[tuple[int, int |
 
 
 def same_training(config: TrainConfig, replicas: int, blocks: bool = False) -> Iterator[TrainConfig]:
-    """Yields the changed run with every combination of `of_same_training`, the least harmful first, fitting or not."""
+    """Yields the changed run with every combination of `of_same_training`, the least harmful first, fitting or not.
+
+    `replicas` and `blocks` are as there; the unchanged run is left out.
+    """
     rungs = of_same_training(config, replicas, blocks)
     steps = [[(rung, None), *((rung, value) for value in rung.values)] for rung in rungs]
     for choice in itertools.product(*reversed(steps)):
@@ -304,7 +307,7 @@ def options(one: Setting) -> Iterator[MemoryOption]:
 
 
 def _smallest_slice(one: Setting) -> str | None:
-    """Returns the name of the cheapest slice on which the run fits, as replicas or sharded; None if there is none."""
+    """Returns the name of the cheapest slice on which the run fits, with the mesh if it needs one; None if none."""
     found, where, peak = [], one.where, one.memory.total_bytes
     passes = batch_arithmetic(one.config, where.replicas).gradient_accumulation
     optim = replace(one.config.optim, global_batch_size=None, gradient_accumulation=passes)

@@ -228,7 +228,10 @@ def settle(
 
 
 def _resumed(config: TrainConfig, room: TargetSlice, rows: int, whole: int) -> tuple[TrainConfig, list[str]]:
-    """Keeps `whole` rows of an update unless others are given, and `rows` of a pass if they divide it, else "auto"."""
+    """Keeps `whole` rows of an update unless others are given, and `rows` of a pass if they divide it, else "auto".
+
+    A run that samples always keeps `rows`. Returns the run, and a note if `rows` are kept.
+    """
     optim = config.optim
     if not config.free_passes:  # otherwise its passes hold the samples
         optim = replace(optim, global_batch_size=optim.global_batch_size or whole, gradient_accumulation=1)

@@ -219,11 +219,11 @@ def time_plan(
 ) -> TimePlan:  # fmt: skip
     """Plans time and cost of `updates` (None: not known) of `step_seconds` on `chips` chips in all slices.
 
-    A `service` such as "Kaggle" gives them away; with "" they are paid for. Each start compiles for `compiling`
-    seconds, which count only on spot. The interval between checkpoints, sqrt(2 x checkpoint time x mean time
-    between failures), is from J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM
-    17(9), 1974. With an interval t and a mean time M between failures, the share (checkpoint time) / t is spent on
-    saving, and failures lose the share t / (2 M).
+    A `service` such as "Kaggle" gives them away; with "" they are paid for. `sessions` lists `service`, or with "" all
+    services, if `FREE_SLICES` has `slice_name` for it. Each start compiles for `compiling` seconds, which count only on
+    spot. The interval between checkpoints, sqrt(2 x checkpoint time x mean time between failures), is from J. W. Young,
+    "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974. With an interval t and a mean
+    time M between failures, the share (checkpoint time) / t is spent on saving, and failures lose the share t / (2 M).
     """
     save = SAVE_SECONDS + checkpoint_bytes / SAVE_BYTES_PER_SECOND
     failures = SPOT_HOURS_BETWEEN_INTERRUPTIONS * 3600

@@ -71,12 +71,12 @@ def dpo(args: argparse.Namespace) -> int:
 def _fine_tune(
     args: argparse.Namespace, module: str, trained: Callable[[TrainConfig], TrainConfig] | None = None
 ) -> int:
-    """Plans a run, and trains it unless `--dry-run` is given; prints the plan or result, and returns the exit code.
+    """Plans a run, and trains it unless `--dry-run` is given; prints the plan or result; returns `OK` or `PREEMPTED`.
 
     Args:
         args: the arguments of the command; --json without --dry-run is a ConfigError.
         module: the module of the recipe, with `configured` and a function of the command's name.
-        trained: returns the configuration to print, that the recipe trains; None: `args.config`.
+        trained: returns the configuration that the recipe trains, printed before training; None: `args.config`.
     """
     if args.json and not args.dry_run:
         raise ConfigError(["--json: add --dry-run, which prints the run plan"])

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def caught(check: Callable[..., object], *given: Any) -> list[ValueError]:
-    """Returns the ValueError that a check raises as a list; empty if it passes."""
+    """Returns the ValueError that `check(*given)` raises in a list; an empty list if it raises none."""
     try:
         check(*given)
     except ValueError as error:

@@ -79,9 +79,10 @@ def trainer(
     data: MappedData | None = None,
     reward_funcs: Sequence[Any] | None = None,
 ) -> Iterator[tuple[Trainer, PreemptionGuard]]:
-    """Loads the run in one replica; yields the ready loop and its preemption guard. Arguments as in `fine_tune`.
+    """Loads the run in one replica; yields the ready loop and its preemption guard.
 
-    On rank 0 it writes config.yaml and prints data and model; see `_confirm` and `_begin`.
+    Arguments and errors are as in `fine_tune`. On rank 0 it sets damaged checkpoints aside, writes config.yaml and
+    prints data and model; see `_confirm` and `_begin`.
     """
     rt = runtime.current()
     given = plan or _planned_here(config, rt)
@@ -128,7 +129,7 @@ def trainer(
 
 
 def read(plan: RunPlan, objective: Objective, data: MappedData | None) -> tuple[torch.nn.Module, Prepared]:
-    """Loads the model on the CPU, with its objective and the adapter to start from, and the data."""
+    """Returns the model on the CPU, with its objective and initial adapter, and `data` as read, or prepared if None."""
     config = plan.config
     model = models.load_model(config.model, config.lora, config.optim.seed, plan.settings)
     objective.attach(model, lambda one: load_frozen(plan.pinned(one)))
@@ -195,7 +196,8 @@ def _begin(plan: RunPlan, loop: Trainer, untrained: str) -> None:
     """Writes config.yaml and the questions of a run, and prints its data and model, on rank 0.
 
     If updates remain, it moves results of an earlier training aside. It runs after all checks, because a refused run
-    must not replace the files of an earlier run.
+    must not replace the files of an earlier run. `untrained` is a text about tokens with untrained embeddings, printed
+    unless it is empty.
     """
     config, prepared = plan.config, loop.prepared
     if loop.step < loop.total and not loop.evaluations.stopped:
@@ -239,7 +241,10 @@ def _weights_digest(model: torch.nn.Module) -> tuple[int, int]:
 
 
 def _parts(config: TrainConfig, rt: Runtime, checkpoints: CheckpointManager | None) -> HostParts:
-    """Returns the writer of this host's part of each checkpoint; all hosts share a random number from host 0."""
+    """Returns the writer of this host's part of each checkpoint; all hosts share a random number from host 0.
+
+    `checkpoints`, which only rank 0 has, makes room for the parts of all hosts.
+    """
 
     def make_room(step: int, size: int) -> None:
         if checkpoints is not None:
@@ -252,7 +257,10 @@ def _parts(config: TrainConfig, rt: Runtime, checkpoints: CheckpointManager | No
 
 
 def _finish(loop: Trainer, status: Status, reason: str) -> TrainResult:
-    """Returns the result when the last checkpoint is durable; rank 0 saves the adapter unless the run was preempted."""
+    """Returns the result, with `status` and its `reason`, when the last checkpoint is durable.
+
+    Rank 0 saves the adapter unless the run was preempted; other ranks save nothing.
+    """
     config, folder, adapter, metrics = loop.config, loop.config.output_path, "", loop.results()
     checkpoint: str | None = str(config.checkpoints_place)
     if loop.parts is not None:

@@ -141,7 +141,7 @@ class RunPlan:
         return max(0, (self.updates or 0) - (self.resume_point.step if self.resume_point else 0))
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the object that `train --dry-run --json` prints."""
+        """Returns the object that `train --dry-run --json` prints: JSON values of the plan, None for unknown values."""
         config, point, outlook = self.config, self.resume_point, self.outlook
         one = outlook.setting if outlook else None
         time = outlook.time if outlook else None
@@ -212,7 +212,10 @@ def before_fetch(config: TrainConfig) -> TrainConfig:
 
 
 def find_machine(config: TrainConfig, hosts: Hosts = ONE) -> tuple[Backend | None, list[ValueError]]:
-    """Returns the backend on which the run trains, without opening a device, and problems (backend None: not found)."""
+    """Returns the backend on which the run trains, and the run's problems on it; opens no device.
+
+    If the backend is not found, returns None and the reason. `hosts` are all hosts of the run.
+    """
     try:
         backend = detection.detect(config.launch, hosts=hosts)
     except ValueError as error:
@@ -274,6 +277,8 @@ def with_data(plan: RunPlan, prepared: Prepared) -> RunPlan:
 
 def with_memory(plan: RunPlan, exact: bool = False) -> RunPlan:
     """Chooses values for "auto", also the mesh in `backend`, and adds the prediction of memory and time.
+
+    `exact` is whether, on a TPU, its compiler verifies batch size and remat.
 
     Raises:
         ValueError: as `check_before_launch`.
@@ -339,7 +344,10 @@ def digest_of(point: ResumePoint) -> str:
 
 @contextlib.contextmanager
 def _rows_saved(dataset: Dataset | DatasetDict | None, source: str) -> Iterator[None]:
-    """Writes rows in memory, if any, to `source`; if the block raises, it removes rows that were not there before."""
+    """Writes rows in memory, if any, to `source`, their `saved_rows_path`.
+
+    If the block raises, it removes rows that were not there before.
+    """
     fresh = dataset is not None and not os.path.exists(source)
     try:
         if dataset is not None:

@@ -76,7 +76,7 @@ def train(
         dataset: rows in memory instead of `data.source`, copied to `<output_dir>/data`; `data.split` and
             `data.eval_split` select from a DatasetDict.
         exact: whether, on a TPU, its compiler checks before the launch that the batch fits; takes a minute or more.
-        reward_funcs: the rewards of `grpo`.
+        reward_funcs: the rewards of `grpo`, in place of `rl.reward_funcs`.
 
     Raises:
         OutOfMemory: a device or the host had too little memory; the text names the next setting to try, if any.

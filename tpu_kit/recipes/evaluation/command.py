@@ -37,7 +37,10 @@ def _of_adapter(args: argparse.Namespace, options: JudgedModel) -> tuple[str, di
 
 
 def _of_base(args: argparse.Namespace, options: JudgedModel) -> tuple[str, dict[str, Any]]:
-    """Judges the base model's answers to held-out rows; returns as `_of_adapter`, and writes nothing."""
+    """Judges the base model's answers to held-out rows, and writes nothing.
+
+    Returns the text to print, and the values for --json: "base" and "seen_in_training".
+    """
     from tpu_kit.generation.evaluation import evaluate as evaluation
 
     prepared = evaluation.held_out(args.config, plain=options.chat is False)
@@ -48,7 +51,10 @@ def _of_base(args: argparse.Namespace, options: JudgedModel) -> tuple[str, dict[
 
 
 def _of_server(args: argparse.Namespace, options: JudgedModel) -> tuple[str, dict[str, Any]]:
-    """Judges a server's answers to the rows of the adapter or of the configuration; returns as `_of_base`."""
+    """Judges a server's answers to the rows of the adapter or, without it, of the configuration; writes nothing.
+
+    Returns the text to print, and the values for --json: "served".
+    """
     from tpu_kit.generation.evaluation import evaluate as evaluation
     from tpu_kit.recipes.evaluation.server_answers import Server, evaluate_server
 

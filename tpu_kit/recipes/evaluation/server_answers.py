@@ -50,8 +50,8 @@ def evaluate_server(config: TrainConfig, prepared: Prepared, server: Server, pla
     Chats use the server's chat template. Plain text is sent as token ids, which the server continues.
 
     Args:
-        config: the run; `tracking.generate_rows` limits the rows, `tracking.generate_tokens` the length of an answer,
-            and `tracking.verifier` names the judge.
+        config: the run; `tracking.generate_rows` limits the rows (0: all), `tracking.generate_tokens` the length of an
+            answer, and `tracking.verifier` names the judge.
         prepared: the data.
         server: the server and the name of its model.
         plain: whether chats are also sent as plain text.
@@ -126,7 +126,10 @@ def _choice(server: Server, made: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _text(message: Mapping[str, Any], data: DataConfig, prompt: str) -> str:
-    """Joins the reasoning, which a server may return separately, and the answer."""
+    """Joins the reasoning, which a server may return separately, and the answer in a response's `message`.
+
+    The markers of `data` enclose the reasoning; the opening marker is left out if `prompt` already has it.
+    """
     content = str(message.get("content") or "")
     reasoning = message.get("reasoning_content") or message.get("reasoning")
     if not reasoning:
@@ -136,7 +139,9 @@ def _text(message: Mapping[str, Any], data: DataConfig, prompt: str) -> str:
 
 
 def _request(server: Server, path: str, body: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Returns the JSON object of the server's response to a GET or, with a `body`, a POST; tries `_TRIES` times.
+    """Returns the JSON object of the server's response to a GET or, with a `body`, a POST of `path` below `/v1`.
+
+    Tries `_TRIES` times if the server has an error or, in a POST, the connection breaks.
 
     Raises:
         ValueError: the server cannot be reached, refuses the request, or returns no JSON object.
