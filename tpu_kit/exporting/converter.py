@@ -109,7 +109,9 @@ def convert_model(folder: Path, target: Path, outtype: str, tools: Path, *, proj
 
 
 def convert_adapter(adapter: Path, base: Path, target: Path, tools: Path) -> None:
-    """Converts a LoRA adapter of PEFT to a GGUF file in f16; `base` has the base model's config and tokenizer.
+    """Converts a LoRA adapter of PEFT to the GGUF file `target` in f16.
+
+    The folder `base` has the base model's config and tokenizer; `tools` is the folder of `converter`.
 
     Raises:
         ValueError: GGUF cannot hold this adapter, or the converter refuses it.

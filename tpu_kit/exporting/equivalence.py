@@ -230,7 +230,7 @@ def _check(
 ) -> LogitComparison:
     """Returns a comparison with the limits of `stored`; `same` and `spread` (logits' deviation) are by position.
 
-    `differences` are absolute, of any shape.
+    `differences` are absolute, of any shape; `by`, `unit` and `effect` are put into the result.
     """
     limit, least = LIMITS[stored]
     return LogitComparison(

@@ -244,7 +244,7 @@ def copy_processor(model: ModelConfig, folder: Path) -> list[str]:
 
 
 def save_model(model: Any, tokenizer: Any, folder: Path, dtype: torch.dtype) -> None:
-    """Writes model, generation config, tokenizer and chat template to `folder`, also for transformers 4.
+    """Writes a model in `dtype`, generation config, tokenizer and chat template to `folder`, also for transformers 4.
 
     A `StreamedModel` is saved merged if `merging` is set; a model in memory is cast in place. Version 5 renamed some
     settings, and version 4 ignores the new names: the rotary base (rope_theta) of Qwen2.5 would be 100 times too small.

@@ -157,7 +157,10 @@ class StreamedModel:
             (folder / _INDEX).write_text(json.dumps(index, indent=2))
 
     def _write_file(self, path: Path, names: list[str], dtype: torch.dtype) -> dict[str, Any]:
-        """Writes weights and buffers to a safetensors file; returns type, shape and offsets of its tensors by name."""
+        """Writes weights in `dtype`, and buffers in theirs, to a safetensors file.
+
+        `names` are the names in `plain`. Returns type, shape and offsets of the file's tensors by their names in it.
+        """
         from transformers.core_model_loading import revert_weight_conversion
 
         header: dict[str, Any] = {}

@@ -46,7 +46,7 @@ def configured(config: TrainConfig) -> TrainConfig:
 def dry_run(config: TrainConfig, *, exact: bool = False) -> RunPlan:
     """Plans a run like `train`, and launches nothing; on several hosts, it plans for this host.
 
-    Checkpoints in a notebook's input are copied to the working folder, like in `train`.
+    Arguments are as in `train`. Checkpoints in a notebook's input are copied to the working folder, like there.
 
     Raises:
         ValueError: the configuration, the data or the machine do not allow the run.

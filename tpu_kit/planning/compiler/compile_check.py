@@ -286,7 +286,8 @@ def check_available(device_type: str = "tpu") -> str:
 def _in_child(request: dict[str, Any], progress: bool, time_limit: float | None) -> dict[str, Any]:
     """Runs this module in a child process, and returns `asdict` of its `Compiled`; raises as `compile_step`.
 
-    If a signal ends the child, it runs once more with `refuses`, so that the error names an unsupported operation.
+    `progress` and `time_limit` are as there. If a signal ends the child, it runs once more with `refuses`, so that the
+    error names an unsupported operation.
     """
     start = time.monotonic()
 
