@@ -63,7 +63,12 @@ class BucketStore(FolderStore):
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """See `FolderStore.writing`; refuses this user's processes on this machine, takes over from other machines'."""
+        """Makes this process the owner in the context, takes over from another machine's owner, and removes leftovers.
+
+        Raises:
+            ValueError: another process of this user on this machine writes there.
+            OSError: the store or this machine's temporary folder cannot be written to.
+        """
         path = _lock_file(self.files.url)
         with ExitStack() as held:
             try:
@@ -82,7 +87,10 @@ class BucketStore(FolderStore):
         self._delete(checkpoint.folder)
 
     def set_aside(self, folder: str) -> str:
-        """See `FolderStore.set_aside`; renames only the manifest, and returns its new name. Raises as `discard`."""
+        """Renames a checkpoint's manifest to *.corrupt so that it no longer counts; returns FOLDER/NAME of that file.
+
+        The other files stay. For a lost manifest the new file is empty. Raises as `discard`.
+        """
         manifest = f"{folder}/{MANIFEST}"
         self._update(drop=[folder])
         self.files.write(manifest + CORRUPT, self.files.read_all([manifest]).get(manifest, b""))
@@ -90,7 +98,10 @@ class BucketStore(FolderStore):
         return manifest + CORRUPT
 
     def restart(self) -> None:
-        """See `FolderStore.restart`; moves the objects to the URL with the suffix `.previous`. Raises as `discard`."""
+        """Moves all objects but owner objects to the URL with the suffix `.previous`, which loses its old objects.
+
+        Does nothing if there are none. Raises as `discard`.
+        """
         listing = self.files.list()
         if names := [name for name in listing if not owner_numbers([name])]:
             previous = ObjectFolder(f"{self.files.url}.previous")
@@ -110,7 +121,10 @@ class BucketStore(FolderStore):
 
     @contextmanager
     def _commit(self, folder: str, step: int, shared: bool) -> Iterator[None]:
-        """See `FolderStore._commit`; keeps the files after an OSError. Raises as `discard`."""
+        """Makes the attempt in `folder` the checkpoint of `step` at the end of the context; `shared` has no effect.
+
+        Deletes the step's earlier checkpoint. Keeps the attempt's files after an OSError. Raises as `discard`.
+        """
         self._check()
         replaced = [one for one in self._about["commits"] if same_step(one, step)]
         try:
@@ -125,7 +139,7 @@ class BucketStore(FolderStore):
             self._delete(*replaced)
 
     def _put_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> Entry:
-        """Uploads a safetensors object by way of this machine's temporary folder; returns its size and MD5."""
+        """Uploads the safetensors object `name` by way of this machine's temporary folder; returns its size and MD5."""
         with tempfile.TemporaryDirectory(prefix="tpu_kit-upload-") as staging:  # for a single file at a time
             path = Path(staging, "tensors")
             try:
@@ -147,7 +161,7 @@ class BucketStore(FolderStore):
         self.files.remove(name for name in listing if name.partition("/")[0] in left)
 
     def _take_over(self) -> None:
-        """Makes this process the owner; prints a note if the former owner has not released its ownership."""
+        """Makes this process the owner; prints a note on stderr if the former owner has not released its ownership."""
         while True:
             listing, self._number, before = read_owner(self.files)
             contents = self._sorted(listing, before)
@@ -170,7 +184,10 @@ class BucketStore(FolderStore):
             self._update()
 
     def _update(self, add: Iterable[str] = (), drop: Iterable[str] = ()) -> None:
-        """Creates the next owner object with folders added or dropped; raises ValueError if there is another owner."""
+        """Creates the next owner object, and deletes older owner objects; raises ValueError if there is another owner.
+
+        `add` are folders that become valid checkpoints; `drop` are folders that become invalid and enter "dropped".
+        """
         commits = [*(folder for folder in self._about["commits"] if folder not in {*drop}), *add]
         about = {**self._about, "commits": commits, "dropped": sorted({*self._about["dropped"], *drop})}
         try:

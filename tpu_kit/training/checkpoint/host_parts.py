@@ -77,10 +77,10 @@ class Attempt:
     broken: Callable[[], bool]  # whether this host's own part could not be written
 
     def receipts(self, read: Callable[[], Mapping[str, bytes]]) -> dict[str, dict[str, Any]]:
-        """Waits for all receipts, which `read` returns by file name, such as training-3.json.
+        """Waits for all receipts. `read` is called again and again; it returns the receipts so far, by file name.
 
         Returns:
-            {"bytes": size, "md5": digest} by name of the part's file, such as training-3.safetensors.
+            {"bytes": size, "md5": digest} by name of the part's file: training-3.safetensors for training-3.json.
 
         Raises:
             OSError: this host's part could not be written, or a receipt is missing after `PATIENCE`.

@@ -108,7 +108,10 @@ def _deeper(inside: Iterable[str]) -> list[str]:
 
 
 def describe(name: str, inside: Iterable[str]) -> str:
-    """Says why a file (`inside` is {""}) or a folder with these files is no checkpoint: "is an archive: unpack it"."""
+    """Says why `name` is no checkpoint, as in "is an archive: unpack it", or "is no checkpoint of this tpu_kit".
+
+    `inside` is {""} for a file, and for a folder the paths in it.
+    """
     inside = set(inside)
     if deeper := _deeper(inside):
         return f"holds {deeper[0]}: it is one folder too deep, or of an earlier tpu_kit"
@@ -123,7 +126,10 @@ def describe(name: str, inside: Iterable[str]) -> str:
 
 
 def lies_around(run: LocalFolder | ObjectFolder) -> list[str]:
-    """Returns a sentence for every trace of a run in an output_dir that has no checkpoints; empty if there are none."""
+    """Returns a sentence for every trace of a run in `run`, an output_dir without checkpoints; empty if there are none.
+
+    Traces are archives and checkpoints of transformers' Trainer, a checkpoint or run in a wrong place, and an adapter.
+    """
     names, found = run.names(), []
     for name in sorted(names):
         folder, plain = name.endswith("/"), name.rstrip("/")

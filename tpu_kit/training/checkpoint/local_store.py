@@ -67,7 +67,11 @@ class FolderStore:
         self.folder, self.files = place, LocalFolder(place)
 
     def list_checkpoints(self, verify: bool = False) -> tuple[list[Checkpoint], list[Rejected]]:
-        """See `manager.list_checkpoints`. The writer may change files meanwhile, so two scans must agree on damage."""
+        """Returns the complete checkpoints by ascending step, and the damaged checkpoints.
+
+        The writer may change files meanwhile, so two scans must agree on damage. With `verify` it also reads the files
+        whose MD5 is not listed, as on a disk. Raises ValueError for a checkpoint of another format, and OSError.
+        """
         damaged: list[Rejected] = []
         while True:
             good, now = self._look(verify)
@@ -76,7 +80,7 @@ class FolderStore:
             damaged = now
 
     def _look(self, verify: bool) -> tuple[list[Checkpoint], list[Rejected]]:
-        """Scans the folder once; see `list_checkpoints`."""
+        """Scans the folder once; arguments, result and errors as in `list_checkpoints`."""
         listing, contents = self._snapshot()
         folders = contents.counted
         manifests = self.files.read_all(f"{folder}/{MANIFEST}" for folder in folders)
@@ -105,7 +109,9 @@ class FolderStore:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """Makes this process the writer; makes the folder and, if it has locks, removes killed processes' leftovers.
+        """Makes this process the writer in the context; makes the folder, and removes killed processes' leftovers.
+
+        Without file locks it removes nothing and prints a warning.
 
         Raises:
             ValueError: another process writes there.
@@ -148,7 +154,10 @@ class FolderStore:
         self._remove(self.folder / checkpoint.folder)
 
     def set_aside(self, folder: str) -> str:
-        """Renames a checkpoint's folder so that it no longer counts; returns its new name, also for a lost folder."""
+        """Renames a checkpoint's folder to *.corrupt, so that it no longer counts; returns the new name.
+
+        If the files of the folder are lost, it only returns the name. Raises OSError.
+        """
         aside = self.folder / f"{folder}{CORRUPT}"
         if aside.exists():
             aside = self.folder / f"{folder}.{time.time_ns()}{CORRUPT}"
@@ -157,7 +166,7 @@ class FolderStore:
         return aside.name
 
     def restart(self) -> None:
-        """Moves the whole content of the folder to `previous`, which loses its old content; does nothing if empty."""
+        """Moves all but .lock and lost+found to `previous`, which loses its old content; does nothing if empty."""
         previous = self.previous
         entries = [path for path in self.folder.iterdir() if path.name not in (".lock", previous.name, "lost+found")]
         if entries:
@@ -182,7 +191,10 @@ class FolderStore:
 
     @contextmanager
     def _commit(self, folder: str, step: int, shared: bool) -> Iterator[None]:
-        """Makes the attempt in a folder the checkpoint of a step; on an error, deletes it unless `shared` by hosts."""
+        """Makes `folder`, which gets its files in the context, the checkpoint of `step`, in place of an earlier one.
+
+        If the context or the commit raises, deletes the folder, unless it is `shared` by several hosts.
+        """
         part = self.folder / folder
         part.mkdir(exist_ok=True)
         try:
@@ -197,7 +209,7 @@ class FolderStore:
             self._settle(step)
 
     def _settle(self, step: int) -> None:
-        """Removes traces of an object store after a commit: copies of the step, invalid folders and owner objects."""
+        """Removes traces of an object store: other copies of a committed step, invalid folders and owner objects."""
         listing, contents = self._snapshot()
         left = [name for name in contents.left if not name.endswith(PART)]
         others = [name for name in contents.counted if same_step(name, step) and name != f"step-{step:08d}"]
@@ -207,7 +219,7 @@ class FolderStore:
             (self.folder / owner_name(number)).unlink()
 
     def _put_tensors(self, name: str, tensors: Mapping[str, Tensor]) -> Entry:
-        """Writes a safetensors file that survives a crash, with its folder's permissions; returns size and MD5."""
+        """Writes the safetensors file `name` durably, with the permissions of its folder; returns its size and MD5."""
         path = self.folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         entry = self._save(path, tensors)
@@ -239,7 +251,7 @@ class FolderStore:
         shutil.rmtree(gone)
 
     def _clean(self) -> None:
-        """Deletes the folders of broken attempts and of replaced checkpoints; restores those without a successor."""
+        """Deletes folders of broken attempts; deletes replaced checkpoints, or restores them without a successor."""
         for path in self.folder.glob(f".*{PART}"):
             shutil.rmtree(path)
         for path in self.folder.glob(f".*{OLD}"):
@@ -254,10 +266,11 @@ class FolderStore:
 def lock(path: Path, place: Path | str) -> Iterator[bool]:
     """Locks a file for the context and yields True; yields False, with a warning, if its file system has no locks.
 
-    Writes this process's name into the file. The lock also ends if this process ends.
+    Makes the file if it is missing, and writes this process's name into it. The lock also ends if this process ends.
 
     Raises:
         ValueError: another process holds the lock; the message says that it writes to `place`.
+        OSError: the file cannot be opened or locked for another reason.
     """
     with path.open("a+") as file:
         try:

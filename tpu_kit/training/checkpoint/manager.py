@@ -123,7 +123,10 @@ class CheckpointManager(BackgroundWriter):
         self._store.restart()
 
     def withdraw(self, step: int) -> None:
-        """Sets aside the checkpoints of `step` and later steps, because the training diverged; warns on stderr."""
+        """Sets aside the checkpoints of `step` and later steps, because the training diverged; warns on stderr.
+
+        First waits for a running write, and raises its error.
+        """
         self.wait()
         for checkpoint in self.complete():
             if checkpoint.step >= step:
@@ -171,7 +174,10 @@ class CheckpointManager(BackgroundWriter):
     def _write(
         self, about: dict[str, Any], tensors: Tensors, texts: Mapping[str, str], needed: int, attempt: Attempt | None
     ) -> None:
-        """Writes a checkpoint, then deletes surplus checkpoints; `needed` is for the message of an error."""
+        """Writes a checkpoint, then deletes surplus checkpoints; `texts` has file names with suffix.
+
+        Raises ValueError if another process has become the writer, and the OSError of `_failure`, which takes `needed`.
+        """
         try:
             self._store.write(about, tensors, texts, attempt)
             self._durable = about["step"]
@@ -181,7 +187,7 @@ class CheckpointManager(BackgroundWriter):
             raise self._failure(about["step"], error, needed) from error
 
     def _surplus(self, keep: int) -> list[Checkpoint]:
-        """Returns the checkpoints to delete: all but the `keep` newest, the best, and multiples of `keep_every`."""
+        """Returns the checkpoints to delete, by step: all but the `keep` newest, the best, and `keep_every`'s."""
         complete = self.complete()
         best = best_of(complete)
         stay = [best.step] if best is not None else []
@@ -205,6 +211,8 @@ class CheckpointManager(BackgroundWriter):
     def make_room(self, step: int, needed: int) -> None:
         """Deletes old checkpoints until a disk has `needed` bytes free; not the newest, the best and `keep_every`'s.
 
+        First waits for the previous checkpoint. An object store needs no room. `step` is for messages.
+
         Raises:
             OSError: the previous checkpoint could not be written, or there is not enough space.
         """
@@ -220,7 +228,10 @@ class CheckpointManager(BackgroundWriter):
             self._discard(older)
 
     def _failure(self, step: int, error: Exception, needed: int) -> OSError:
-        """Makes the OSError of a failed write of `needed` bytes, whose message has the next action."""
+        """Makes the OSError of a failed write, with the code and text of `error` and the step that stays good.
+
+        For an error of the disk it also has the next action and `needed`, the bytes of the checkpoint.
+        """
         code = atomic.error_number(error)
         last = f"The checkpoint of step {self._durable} stays good" if self._durable else "There is no earlier one"
         text = f"the checkpoint of step {step} could not be written to {self.place}"
@@ -252,7 +263,7 @@ class HostParts(BackgroundWriter):
     def save(self, step: int, tensors: Mapping[str, Tensor]) -> Attempt:
         """Starts to write this host's part of a step, CPU tensors by name; returns the attempt that all hosts share.
 
-        Raises OSError if the previous part failed, and the errors of `make_room`. All hosts save the same steps. On
+        Waits for the previous part; raises its error, and the errors of `make_room`. All hosts save the same steps. On
         host 0 `CheckpointManager.save` commits the attempt.
         """
         self.wait()
@@ -294,7 +305,7 @@ def remains(place: Path | str, damaged: Sequence[Rejected] | None = None) -> lis
 
     Args:
         place: as in `list_checkpoints`.
-        damaged: the damaged checkpoints from `list_checkpoints`; None lists them.
+        damaged: the damaged checkpoints from `list_checkpoints`; None lists them, and raises its errors.
 
     Raises:
         OSError: `place` cannot be read.
@@ -309,7 +320,7 @@ def remains(place: Path | str, damaged: Sequence[Rejected] | None = None) -> lis
 
 
 def not_empty(place: Path | str, found: Sequence[str]) -> ValueError:
-    """Makes the error for a run without a complete checkpoint, from the sentences that `remains` returned."""
+    """Makes, and does not raise, the error for a run without a complete checkpoint; `found` is from `remains`."""
     more = [f"and {len(found) - _SHOWN} more"] if len(found) > _SHOWN else []
     return ValueError(
         f"{place} has no complete checkpoint, but this is there:\n  "
@@ -319,11 +330,16 @@ def not_empty(place: Path | str, found: Sequence[str]) -> ValueError:
 
 
 def print_checkpoints(run: str, verify: bool = False, as_json: bool = False) -> int:
-    """Prints the checkpoints of a run, given by its output_dir or the checkpoints folder there, as a table or JSON.
+    """Prints the checkpoints of a run, damaged checkpoints and other files, on stdout.
+
+    Args:
+        run: the run's output_dir, or the checkpoints folder there; a folder or a URL.
+        verify: whether to read files whose MD5 is not listed, as on a disk; otherwise their sizes are compared.
+        as_json: whether to print a JSON object with "complete", "damaged" and "others" in place of a table.
 
     Returns:
         The exit code: 0, also without checkpoints; 1 if a checkpoint is damaged or of another format, or the place
-        cannot be read.
+        cannot be read. The last two are reported on stderr.
 
     Raises:
         ConfigError: there is no such local folder.

@@ -81,7 +81,11 @@ class Checkpoint:
                 raise self._changed(name)
 
     def document(self, name: str) -> Any:
-        """Returns the parsed `<name>.json`; raises ValueError without it, DamagedError if it or another has changed."""
+        """Returns the parsed `<name>.json`.
+
+        Raises ValueError if the checkpoint has no such file, and DamagedError if this file has changed, or any file of
+        the checkpoint is missing or has another size.
+        """
         self._open(file := f"{name}.json")
         content = self._read(file)
         if new_digest(content).hexdigest() != self.files[file][1]:
@@ -89,7 +93,10 @@ class Checkpoint:
         return json.loads(content)
 
     def tensors(self, name: str, select: Select | None = None) -> dict[str, Tensor]:
-        """Reads the CPU tensors of `<name>.safetensors` that `select` chooses, by default all; raises as `document`."""
+        """Reads the CPU tensors of `<name>.safetensors` by name; `select` takes a name and chooses, None chooses all.
+
+        Raises ValueError and DamagedError as `document`.
+        """
         self._open(file := f"{name}.safetensors")
         if select is not None:  # without `select` the digest is computed while reading
             self.verify(file)
@@ -181,7 +188,10 @@ def best_of(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
 
 
 def read_checkpoint(source: LocalFolder | ObjectFolder, folder: str, text: bytes | None) -> Checkpoint:
-    """Makes a checkpoint from its manifest's text; raises DamagedError if that is None, and the errors of `unseal`."""
+    """Makes the checkpoint in the folder `folder` of `source` from its manifest's text, without a look at its files.
+
+    Raises DamagedError if `text` is None, and the errors of `unseal`.
+    """
     place = source.place(f"{folder}/{MANIFEST}")
     if text is None:
         raise DamagedError(f"{place} is missing")
