@@ -45,9 +45,9 @@ class DistillationObjective(Objective):
             self.columns = {"top_ids": (k, torch.int32), "top_log_p": (k + 1, torch.float32)}
 
     def check(self) -> None:
-        """See `Objective.check`; the teacher must have the model's tokenizer and enough positions.
+        """Raises ValueError unless the teacher has the model's tokenizer and enough positions for `data.max_length`.
 
-        Both must have the layers of distill.layers and, with files, `top_k` logits.
+        Both models must also have the layers of distill.layers and, with distill.files, at least `top_k` logits.
         """
         config = self._config
         teacher, name = config.teacher, f"distill.teacher={config.distill.teacher}"
@@ -84,7 +84,11 @@ class DistillationObjective(Objective):
                 )
 
     def attach(self, model: torch.nn.Module, load: Callable[[ModelConfig], Any]) -> None:
-        """Adds the teacher, and projections of compared states if the sizes differ; with files, adds nothing."""
+        """Sets `model.teacher` to the frozen model that `load` returns, and makes both models keep the compared states.
+
+        If hidden sizes differ, also sets `model.objective` to fp32 projections of compared states. Does nothing with
+        distill.files.
+        """
         if self._distill.files:
             return
         assert self._config.teacher is not None
@@ -103,7 +107,10 @@ class DistillationObjective(Objective):
                 )
 
     def cost(self, tokens: int, hidden_size: int) -> Cost:
-        """See `Objective.cost`: the teacher and projections of compared states if the sizes differ; 0 with files."""
+        """Returns the cost of the teacher and, if hidden sizes differ, of projections of compared states; 0 with files.
+
+        `hidden_size` is the model's; `tokens` has no effect.
+        """
         teacher = self._config.teacher
         if self._distill.files or teacher is None:
             return Cost()
@@ -147,7 +154,10 @@ class DistillationObjective(Objective):
         return Sums(loss, (labels != IGNORE).sum().float(), tuple(parts[name].detach() for name in self._weights))
 
     def _compared(self, model: Any, batch: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Returns the (B, S, H) states to compare, by name; called after a forward pass of the model."""
+        """Returns the (B, S, H) states to compare: "layers_M_T" for layers M (model) and T (teacher), and "embeddings".
+
+        `model` is the model or its teacher; call this after its forward pass of `batch`.
+        """
         base, side = models.base_model(model), 0 if hasattr(model, "teacher") else 1
         layers = kept_states(base.get_decoder())
         states = {_name(pair): layers[pair[side]] for pair in self._distill.pairs}
@@ -162,7 +172,10 @@ class DistillationObjective(Objective):
         theirs: dict[str, torch.Tensor],
         labels: torch.Tensor,
     ) -> dict[str, torch.Tensor]:
-        """Returns mean squared differences of states, summed over tokens with labels, as "hidden" and "embeddings"."""
+        """Returns mean squared differences of states, summed over tokens with labels, as "hidden" and "embeddings".
+
+        `ours` and `theirs` are from `_compared`; projections of `model` are applied to `ours`. `labels` are shifted.
+        """
         sums: dict[str, torch.Tensor] = {}
         for name, states in ours.items():
             if hasattr(model, "objective"):
@@ -221,7 +234,10 @@ class Divergence:
     def _log_probabilities(
         self, logits: torch.Tensor, others: Tensors, constants: Tensors
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the (c, outcomes) log-probabilities of the model, then of the teacher."""
+        """Returns the (c, outcomes) log-probabilities at distill.temperature of the model, then of the teacher.
+
+        `others` are the inputs without labels. Outcomes are tokens or, with files, the teacher's top k and all others.
+        """
         if self.teacher is None:
             ids, log_p = others
             count = ids.shape[1] + (ids.shape[1] < logits.shape[1])  # if k is the whole vocabulary, no others
@@ -243,9 +259,9 @@ def top_log_probabilities(logits: torch.Tensor, ids: torch.Tensor, temperature: 
 
 
 def divergence(log_p: torch.Tensor, log_q: torch.Tensor, kind: str) -> torch.Tensor:
-    """Computes the (c,) divergences between the teacher's p and the model's q, in nats, from (c, outcomes) log values.
+    """Computes the (c,) divergences in nats from (c, outcomes) log-probabilities of the teacher (p) and the model (q).
 
-    "forward" is KL(p, q), "reverse" KL(q, p), and "js" KL(p, m) / 2 + KL(q, m) / 2 with m = (p + q) / 2.
+    `kind`: "forward" is KL(p, q), "reverse" KL(q, p), and "js" KL(p, m) / 2 + KL(q, m) / 2 with m = (p + q) / 2.
     """
     if kind == "forward":
         return (log_p.exp() * (log_p - log_q)).sum(-1)

@@ -110,7 +110,10 @@ class SourcedLikelihood(Likelihood):
 def _in_one_pass(
     logits: torch.Tensor, labels: torch.Tensor, dtype: torch.dtype, grad: bool
 ) -> tuple[Tensors, torch.Tensor | None]:
-    """Returns the sum over tokens of `Likelihood` without options and, if `grad`, the logits' gradient in `dtype`."""
+    """Returns [the negative log-likelihood of the labels], and the logits' gradient in `dtype`, or None without `grad`.
+
+    For logits without scale or soft cap. Tokens with the label `IGNORE` do not count.
+    """
     is_label = torch.arange(logits.shape[-1], device=labels.device) == labels[:, None]
     carries = labels != IGNORE
     logits = logits - logits.amax(-1, keepdim=True)
@@ -250,10 +253,10 @@ def head_outputs(
     down: torch.Tensor | None = None,
     up: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Computes the linear layer's outputs for a chunk, (chunk, V), in the dtype of `hidden`; see `OutputHead`.
+    """Computes the linear layer's outputs for a chunk, (chunk, V), in the dtype of `hidden`, (chunk, H).
 
-    On a mesh a device has the logits of all tokens of its data group, for its part of the vocabulary. The last parts
-    may be shorter.
+    They are hidden @ weight.T + bias + hidden @ down.T @ up.T; see `OutputHead`. On a mesh a device has the logits of
+    all tokens of its data group, for its part of the vocabulary. The last parts may be shorter.
     """
     hidden = constrain(hidden, ("data", None))
     outputs = F.linear(hidden, _in_parts(weight), bias)
@@ -295,7 +298,10 @@ class _Chunked(torch.autograd.Function):
         hidden: torch.Tensor,
         *tensors: torch.Tensor,
     ) -> torch.Tensor:
-        """Takes `names` of the head's `tensors`; those in `wanted`, or "hidden", get gradients. Returns (sums,)."""
+        """Returns the (sums,) sums of `function`; tensors in `wanted` (names of the head's, or "hidden") get gradients.
+
+        `names` are the names of the head's `tensors`, in order. Other arguments are as in `chunked`, without padding.
+        """
         given = dict(zip(names, tensors, strict=True))
         # The head is in the carry because the body of a scan must not use outer tensors.
         carry: Tree = {

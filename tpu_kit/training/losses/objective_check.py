@@ -37,11 +37,12 @@ def check_objective(config: TrainConfig, objective: Objective | None = None) -> 
 
     Args:
         config: the run.
-        objective: the run's objective; None makes it.
+        objective: the run's objective; None makes it, and raises the errors of `objective_of`.
 
     Raises:
-        ValueError: the teacher does not fit; the loss reads the device, changes its operations, or does not return
-            `Sums`; or the model or the teacher has an objective's head.
+        ValueError: the teacher does not fit; the user's loss fails, reads the device, changes its operations, or does
+            not return `Sums`; or held-out rows would be answered without its head. Or the model or the teacher has an
+            objective's head.
         ConfigError: parameters of sampling, rewards or pairs have no effect in this run.
     """
     for parameter, name in (("model.name", config.model.name), ("distill.teacher", config.distill.teacher)):
@@ -123,7 +124,7 @@ def _check_sums(name: str, objective: Objective, found: Any) -> None:
 
 
 def _explained(name: str, file: str | None, error: Exception) -> str:
-    """Returns the text for an error of the user's loss: the line of `file`, and whether it reads values."""
+    """Returns the text for an error of the user's loss: its last line in `file`, and whether it reads values."""
     frames = traceback.walk_tb(error.__traceback__)
     place = _at(file, [0, *(line for frame, line in frames if frame.f_code.co_filename == file)][-1])
     text = hide_secrets(str(error)).strip().split("\n")[0][:200]
@@ -167,7 +168,7 @@ class _Operations(TorchDispatchMode):
 
 
 def check_layers(config: TrainConfig, device_type: str) -> None:
-    """Raises ValueError if TorchTPU cannot train the model's layers; does nothing for devices of other backends."""
+    """Raises ValueError if `device_type` is "torch-tpu" and TorchTPU cannot train the model's layers."""
     from tpu_kit.model.meta_model import empty_model  # loads torch's compiler, which takes a second
     from tpu_kit.model.preparation import prepare_layers
     from tpu_kit.training.step import check_dropouts

@@ -56,7 +56,11 @@ class PairUpdates(Updates):
         self.keeps_state = self._compares and config.preference.reference == "start"
 
     def begin(self, step: int, agreement: PreemptionGuard) -> bool:
-        """See `Updates.begin`; with reference=start, computes a new run's reference, with the model in eval mode."""
+        """Computes the reference of a new run with reference=start; returns False if the run has to stop.
+
+        All replicas must call it. The model is then in eval mode. Just returns True if `step` is not 0, or with another
+        reference.
+        """
         if step or not self.keeps_state:
             return True
         self._model.eval()
@@ -74,7 +78,10 @@ class PairUpdates(Updates):
         return True
 
     def _of_replica(self, rows: PackedDataset, agreement: PreemptionGuard) -> list[_OfBatch]:
-        """Returns the log-probabilities of pairs in this replica's rows by batch; incomplete if the run has to stop."""
+        """Returns [chosen, rejected] log-probabilities of pairs by this replica's batches, by row, by pair.
+
+        Stops early, with fewer batches, if the run has to stop. Keeps the first held-out row's in `_first`.
+        """
         rt, size, found = self._rt, self._plan.batch_size, list[_OfBatch]()
         batches = prefetch(eval_batches(rows, rt.data_shards, rt.data_size, size))
         shown = open_bar("reference", -(-len(rows) // (size * rt.data_size)), unit="batch")
@@ -99,7 +106,11 @@ class PairUpdates(Updates):
         return self._rt.to_host([values])[0]
 
     def after(self, step: int, agreement: PreemptionGuard) -> Iterator[tuple[Update, int, list[Tensors]]]:
-        """See `Updates.after`; for kto, sets the batches' "kl" to the divergence over the update before its passes."""
+        """Yields every update after a step, its tokens on all replicas, and this replica's batches, as `Updates.after`.
+
+        For kto, sets the batches' "kl" to the divergence over the update before its passes; if the run has to stop, it
+        yields the update without batches and ends.
+        """
         for update, tokens, batches in super().after(step, agreement):
             if self._config.preference.labelled:
                 if not agreement.should_run(update.step):
@@ -120,7 +131,7 @@ class PairUpdates(Updates):
             columns_of(rows).kl = self._divergence(batches)
 
     def _divergence(self, batches: Iterable[Tensors]) -> float:
-        """Estimates the divergence from the reference with the mismatched replies of all replicas; at least 0."""
+        """Estimates the divergence, at least 0, from the mismatched replies of all replicas, which must all call it."""
         total, count = 0.0, 0
         for batch in batches:
             values = self._logprobs(batch)[1]
@@ -132,7 +143,10 @@ class PairUpdates(Updates):
         return max(0.0, sum(totals) / max(1, sum(counts)))
 
     def evaluated(self, step: int) -> None:
-        """See `Updates.evaluated`; except for kto, rank 0 writes the first held-out pair to pair.json."""
+        """Writes, on rank 0, the first held-out pair to pair.json, with the gain of every token since the start.
+
+        All replicas must call it. Does nothing for kto, without reference=start or without held-out rows.
+        """
         rows, rt = self._prepared.eval, self._rt
         if rows is None or self._first is None or self._config.preference.labelled:
             return
@@ -184,7 +198,10 @@ class PairUpdates(Updates):
             yield update, tokens, batches
 
     def warnings(self, means: Mapping[str, float], step: int) -> list[str]:
-        """Returns texts, every kind once: both rewards fall far, lengths make the margin, the reference differs."""
+        """Returns new warnings about a log's means by name, every kind once.
+
+        At step 0: the model differs from its reference. Later: both rewards fall far, or lengths alone make the margin.
+        """
         found, rewards = {}, [means.get(f"rewards/{name}", 0.0) for name in ("chosen", "rejected")]
         if step and self._compares and max(rewards) < _FALLEN:
             found["fallen"] = (

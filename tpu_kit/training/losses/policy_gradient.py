@@ -103,7 +103,10 @@ class PolicyObjective(Objective):
         batch: Mapping[str, torch.Tensor],
         reference: torch.Tensor | None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Computes token losses (B, S), and for every token whether it is clipped below or above, and its KL term."""
+        """Returns the losses of tokens with the KL term, and (clipped below, clipped above, KL divergence), all (B, S).
+
+        `mask` is 1 at tokens with loss, 0 elsewhere; the results are not masked. Without `reference` the KL term is 0.
+        """
         rl, advantages, segments = self._rl, batch["advantages"], batch["segment_ids"]
         old = batch["old_logps"] if "old_logps" in batch else logps.detach()
         log_ratio = (logps - old) * mask
@@ -165,8 +168,9 @@ def pack(
     With `rl.drops_flat_groups`, completions that change no weight are left out, and their part of the divisor is
     spread over the others. Returns None if no completion is left. With distill.on_policy there are no such columns.
 
-    With `share_prompts` the completions of a prompt in a row follow one copy of the prompt. A completion is a document
-    that begins with the prompt's last token, which predicts the next; its prefix is the prompt without that token.
+    Without `share_prompts` every completion is a document that begins with its own prompt. With it, the completions of
+    a prompt in a row follow one copy of the prompt. A completion is then a document that begins with the prompt's last
+    token, which predicts the next; its prefix is the prompt without that token. Padding has the token `pad_id`.
     """
     rl, scored = config.rl, config.distill.on_policy  # a teacher scores every completion
     kept = [each for each in sampled if ((each.advantage or scored) and each.learns) or not rl.drops_flat_groups]
@@ -211,7 +215,11 @@ _DTYPES = {"ids": np.int32, "loss": np.bool_, **_OF_PREFIXES}
 def _columns(
     groups: Sequence[Sequence[Sampled]], of_tokens: Callable[[Sampled], Mapping[str, Sequence[float]]]
 ) -> dict[str, np.ndarray]:
-    """Joins columns of documents, (tokens,): for every group its prompt without the last token, then completions."""
+    """Joins columns of documents, (tokens,): for every group its prompt without the last token, then completions.
+
+    Returns ids, loss, the columns in `_OF_PREFIXES`, and the columns of `of_tokens`. The values of `of_tokens` for a
+    completion's tokens are at the positions that predict these tokens; other positions have 0.
+    """
     documents: list[tuple[int, dict[str, Any]]] = []
     for number, group in enumerate(groups, 1):
         *context, last = group[0].prompt
@@ -248,7 +256,10 @@ def _in_one_row(sampled: Sequence[Sampled], length: int) -> list[list[Sampled]]:
 
 
 def _weight(sampled: Sampled, config: TrainConfig) -> float:
-    """Returns a completion's part of the loss's divisor."""
+    """Returns a completion's part of the loss's divisor: its tokens, or 0 if it does not learn.
+
+    It is 1 if rl.loss_type is grpo, and rl.max_completion_length with dr_grpo.
+    """
     if config.rl.loss_type == "grpo":
         return 1.0
     return float(

@@ -47,7 +47,10 @@ class Scores(NamedTuple):
 
 
 def _score(ratio: torch.Tensor, preference: PreferenceConfig) -> torch.Tensor:
-    """Computes f' of an f-divergence, up to a constant, from the log of a ratio (Wang et al., arXiv:2309.16240)."""
+    """Computes f' of `preference.f_divergence`, up to a constant, from a log ratio (Wang et al., arXiv:2309.16240).
+
+    For reverse_kl it returns `ratio`.
+    """
     kind, alpha = preference.f_divergence, preference.f_alpha - 1.0
     if kind == "forward_kl":
         return 1 - torch.exp(-ratio)
@@ -205,7 +208,11 @@ class PreferenceObjective(Objective):
             self.extra = self.extra[:-2]
 
     def means(self, sums: Mapping[str, float], weight: float) -> dict[str, float]:
-        """See `Objective.means`; of labelled replies, means over good and over bad replies, without empty kinds."""
+        """Returns the means that logs show, by name, from the `extra` sums of updates and `weight`, the pairs' number.
+
+        Means over no pairs are NaN. For labelled replies, chosen is a mean over good and rejected over bad replies; a
+        kind without replies is left out, and then also the margin.
+        """
         if not self._preference.labelled:
             return super().means(sums, weight)
         counts = {"chosen": sums["good"], "rejected": sums["bad"]}
@@ -255,7 +262,10 @@ class PreferenceObjective(Objective):
     def _loss(
         self, logps: torch.Tensor, batch: Mapping[str, torch.Tensor], reference: torch.Tensor | None
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...], torch.Tensor]:
-        """Computes the summed loss, the sums of `extra`, and the number of pairs."""
+        """Computes the summed loss, the sums of `extra`, in order, and the number of pairs.
+
+        `reference` is (2, B, S), as the first two of `logprobs`; if it is None, the batch has the reference.
+        """
         preference, pairs, sign = self._preference, batch["pairs"], batch["sign"]
         last = last_of_segments(pairs)  # the position of every pair where running sums are complete
         count = last.sum().to(torch.float32)
@@ -283,7 +293,7 @@ class PreferenceObjective(Objective):
         return loss, self._measured(scores, last), count
 
     def _measured(self, scores: Scores, last: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Computes the sums of `extra` over pairs."""
+        """Computes the sums of `extra` over pairs, in order; `last` is true at the ends of pairs, where scores are."""
         beta = self._preference.pref_beta
         if self._preference.compares:
             rewards = [beta * scores.chosen_ratio, beta * scores.rejected_ratio]
@@ -303,7 +313,10 @@ class PreferenceObjective(Objective):
     def _by_label(
         self, scores: Scores, last: torch.Tensor, desirable: torch.Tensor, kl: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        """Computes the sums of `extra` over labelled replies."""
+        """Computes the sums of `extra` over labelled replies, in order; `last` is true at their ends, where scores are.
+
+        `desirable` is above 0 for good replies, below 0 for bad replies.
+        """
         good, bad = last & (desirable > 0), last & (desirable < 0)
         reward, gap = self._preference.pref_beta * scores.chosen_ratio, scores.chosen_ratio.abs() / scores.chosen_tokens
         each = [(reward, good), (reward, bad), (scores.chosen, good), (scores.chosen, bad)]

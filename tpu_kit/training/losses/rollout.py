@@ -103,10 +103,11 @@ def sample(
 
 
 def judge(rollout: Rollout, tasks: Tasks, data: DataConfig, by: Judge, total_steps: int, stop: Stop) -> Rollout:
-    """Judges this replica's completions with `by`; without completions it does not call the judge.
+    """Returns the rollout with the judgement of this replica's completions by `by`, and the seconds that it took.
 
-    If the judge raises ValueError, its text is in `failure` and all rewards are NaN, because the other replicas wait in
-    `exchange`; after it all end the run.
+    Without completions it does not call the judge. If the judge raises ValueError, its text is in `failure` and all
+    rewards are NaN, because the other replicas wait in `exchange`; after it all end the run. `data` has the reasoning
+    tags, by which an answer may begin in its prompt. `total_steps`, the updates of the run, is for the judge.
 
     Raises:
         CallEnded: `stop` became true.
@@ -192,7 +193,10 @@ def documents(rollout: Rollout, tasks: Tasks, mask_truncated: bool) -> list[Samp
 
 
 def measured(rollout: Rollout) -> dict[str, float]:
-    """Returns the metrics of an exchanged rollout for the log: rewards, lengths, truncated share, seconds; no NaN."""
+    """Returns the metrics of an exchanged rollout for the log, by name, without metrics that are NaN.
+
+    They are rewards (not with a teacher as judge), lengths, the truncated share, and this replica's seconds.
+    """
     names, judgement = [*rollout.judgement.parts], rollout.judgement
     columns = [torch.tensor(judgement.parts[name], dtype=torch.float32) for name in names]
     values = {f"rewards/{name}": float(torch.nanmean(part)) for name, part in zip(names, columns, strict=True)}

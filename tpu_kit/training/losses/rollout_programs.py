@@ -119,7 +119,10 @@ def update_plan(config: TrainConfig, replicas: int) -> BatchPlan:
 
 
 def program_count(config: TrainConfig, replicas: int) -> dict[str, int]:
-    """Returns the most programs that a run that samples compiles, by kind, for its rollouts and updates."""
+    """Returns how many programs a run that samples compiles at most, by kind.
+
+    The kinds are prefill, samples, decode, accumulate, apply, and "log-probabilities before".
+    """
     rollout = rollout_of(config, replicas)
     assert rollout is not None
     # An evaluation fills the rows of the samples with held-out prompts, which takes another copy program.
@@ -136,7 +139,10 @@ def whole_prompts(config: TrainConfig, replicas: int) -> int:
 
 
 def smaller(config: TrainConfig, replicas: int) -> list[tuple[str, Sequence[int], str]]:
-    """Returns (name, lower values in falling order or [], effect) of parameters that reduce a rollout's memory."""
+    """Returns (name, lower values, effect) of the parameters that reduce a rollout's memory.
+
+    They are rl.steps_per_generation and rl.prompts_per_update. The values are in falling order; [] if there are none.
+    """
     rl, whole = config.rl, whole_prompts(config, replicas)
     prompts = [n for n in range(rl.prompts_per_update - 1, 0, -1) if n % whole == 0 or n < whole]
     return [
@@ -162,7 +168,9 @@ def warnings_of(config: TrainConfig, replicas: int) -> list[str]:
 
 
 def check_rollouts(at: Machine, config: TrainConfig, tpu_replicas: int | None) -> Iterator[Check]:
-    """Checks a run that samples: a single host, usable rewards, and row counts that waste no TPU time.
+    """Yields one check of a run that samples, with the result "failure", "warning" or "ok".
+
+    It fails for several hosts or unusable rewards, and warns if the number of rows wastes a TPU's time.
 
     Args:
         at: the machine.

@@ -82,7 +82,10 @@ def planned_updates(rows: float, batch: BatchPlan, config: TrainConfig) -> Itera
 def check_rollouts(
     config: TrainConfig, rows: Sequence[Mapping[str, Any]], reward_funcs: Sequence[Any] | None, hosts: Hosts
 ) -> None:
-    """Raises ValueError if a run's rewards do not exist or cannot judge its rows, or the run has several hosts."""
+    """Raises ValueError if a run's rewards do not exist or cannot judge its rows, or the run has several hosts.
+
+    `reward_funcs` are in place of rl.reward_funcs, if given. With distill.on_policy only the hosts are checked.
+    """
     name = "distill.on_policy" if config.distill.on_policy else "grpo"
     if hosts.count > 1:
         raise ValueError(f"{name} on {hosts.count} hosts: sampling is for one host; use one host")
@@ -101,7 +104,10 @@ def source_of_updates(
     reward_funcs: Sequence[Any] | None,
     total: int,
 ) -> Iterator[Updates]:
-    """Yields the batch source of a run of `total` updates: packed rows, a stream, pairs, or rollouts."""
+    """Yields the batch source of a run of `total` updates: packed rows, a stream, pairs, or rollouts.
+
+    The end of the context closes the rewards; `reward_funcs` are in place of rl.reward_funcs, if given.
+    """
     if config.on_pairs:
         yield PairUpdates(config, prepared, plan, rt, model, objective)
         return
@@ -153,7 +159,7 @@ class Rollouts(Updates):
 
     @cached_property
     def generator(self) -> Generator:  # type: ignore[override]  # created after the model is on the device
-        """Samples, and answers held-out rows."""
+        """The sampler, which also answers held-out rows; made at the first use, when the model is on the device."""
         ids = [
             *self._tasks.rows.prompt_ids,
             *self._prepared.eval_prompt_ids[: self._config.tracking.eval_generate_rows],
@@ -170,7 +176,11 @@ class Rollouts(Updates):
         return updates_of(self.rows, self._config)
 
     def after(self, step: int, agreement: PreemptionGuard) -> Iterator[tuple[Update, int, list[Tensors]]]:
-        """See `Updates.after`; a rollout is made for its first update, and abandoned if that update may not run."""
+        """Yields every update after a step, its tokens on all replicas, and this replica's batches, as `Updates.after`.
+
+        Makes a rollout before the rollout's first update. If that update may not run, abandons the rollout, yields the
+        update without batches, and ends. Raises NextUpdateError as `_refuse`.
+        """
         for update in islice(self.all(), step, None):
             if (update.step - 1) % self._rl.updates_per_rollout == 0:
                 if not self._roll_out(update, agreement):
@@ -226,7 +236,7 @@ class Rollouts(Updates):
         return [text for name, text in found.items() if name not in told]
 
     def _example(self) -> str:
-        """Describes a completion of the last rollout; empty before the first rollout."""
+        """Returns ". An example: ..." with a prompt, completion and reward of the last rollout; "" if there is none."""
         if self._first is None:
             return ""
         texts = (self._tokenizer.decode(ids) for ids in self._first[:2])
@@ -234,7 +244,10 @@ class Rollouts(Updates):
         return f". An example: prompt {prompt!r}, completion {completion!r}, reward {self._first[2]:g}"
 
     def document(self, step: int) -> dict[str, Any]:
-        """See `Updates.document`: metrics that were not logged, and a rollout with updates left."""
+        """Returns the JSON state after a step: "metrics" that were not logged, by step.
+
+        For a rollout with updates left, also its completions, "sampled", and their "old_logps".
+        """
         metrics = {str(number): values for number, values in self._metrics.items() if number <= step}
         if step % self._rl.updates_per_rollout == 0:
             return {"metrics": metrics}
@@ -315,7 +328,7 @@ class Rollouts(Updates):
             self._write_group(rollout.step, rollout.rewards)
 
     def _write_group(self, step: int, rewards: torch.Tensor) -> None:
-        """Writes group.json: the completions of the group whose rewards have the largest standard deviation."""
+        """Writes group.json, if the disk has room: the completions of the group whose (P, G) `rewards` deviate most."""
         count = rewards.shape[1]
         group = int(torch.nan_to_num(deviation(rewards)).argmax())
         completions = [
@@ -354,7 +367,10 @@ class Rollouts(Updates):
         return [] if packed is None else list(eval_batches(packed, rt.data_shards, rt.data_size, size))
 
     def _old_logprobs(self, packed: PackedDataset | None) -> torch.Tensor:
-        """Computes the (packed rows, S) log-probabilities before a rollout's first update, for its later updates."""
+        """Computes the (packed rows, S) log-probabilities before a rollout's first update, for its later updates.
+
+        All replicas must call it, and all get all rows. Returns an empty tensor for None.
+        """
         assert isinstance(self._objective, PolicyObjective)
         if packed is None:
             return torch.zeros(0)

@@ -58,7 +58,10 @@ class TeacherFiles:
 
     @classmethod
     def of(cls, config: TrainConfig, prepared: Prepared, teacher: Identity | None) -> TeacherFiles | None:
-        """Returns the files of a run with this teacher; None without `distill.files`."""
+        """Returns the files of a run, whether they exist or not; None without `distill.files`.
+
+        `teacher` is the identity of the teacher's weights, on which the folder's name depends.
+        """
         distill = config.distill
         if distill.files is None:
             return None
@@ -88,7 +91,10 @@ class TeacherFiles:
         return [path for path in self.blocks if not _is_complete(path)]
 
     def columns(self) -> dict[str, Callable[[np.ndarray], torch.Tensor]]:
-        """Returns "top_ids" and "top_log_p" as `PackedDataset.columns` takes them: readers of packed rows, 0 for -1."""
+        """Returns readers of "top_ids" (S * k numbers per row) and "top_log_p" (S * (k + 1)).
+
+        A reader takes numbers of packed rows and returns a tensor with these rows; the number -1 gives a row of 0.
+        """
         opened = cache(partial(safe_open, framework="pt"))
         places = {int(row): (path, index) for path, rows in self.blocks.items() for index, row in enumerate(rows)}
 
@@ -101,7 +107,7 @@ class TeacherFiles:
 
 
 def read_columns(config: TrainConfig, files: TeacherFiles) -> dict[str, Callable[[np.ndarray], torch.Tensor]]:
-    """Returns the columns that the files add to a run's batches; raises ValueError if files are missing."""
+    """Returns `TeacherFiles.columns`, for a run's batches; raises ValueError if a file does not exist."""
     if absent := [path for path in files.blocks if not path.is_file()]:
         raise ValueError(
             f"distill.files={config.distill.files} lacks {len(absent)} of {len(files.blocks)} files, such as "
