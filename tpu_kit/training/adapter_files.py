@@ -50,10 +50,11 @@ def adapter_tensors(model: torch.nn.Module, trained: Mapping[str, torch.Tensor])
 
 
 def adapter_settings(model: Any, config: TrainConfig) -> dict[str, Any]:
-    """Makes the contents of adapter_config.json for a `PeftModel`, ready for JSON.
+    """Returns the contents of adapter_config.json, ready for JSON: a `PeftModel`'s settings and the base's name.
 
     PEFT matches targets by the end of a module's name. Modules of the image and sound towers may match too, but
-    training does not load these towers, so such modules are listed in `exclude_modules`.
+    training does not load these towers, so such modules are added to `exclude_modules` (None if there are none). The
+    base's name is model.name, or the folder of the embedded model.
     """
     settings = {**model.peft_config["default"].to_dict(), "inference_mode": True}
     targets = settings["target_modules"]
@@ -69,9 +70,11 @@ def adapter_settings(model: Any, config: TrainConfig) -> dict[str, Any]:
 def result_files(
     model: Any, trained: Mapping[str, torch.Tensor], config: TrainConfig
 ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
-    """Makes the tensors and JSON documents of the adapter and of a `StatesHead`, by file name without suffix.
+    """Returns the tensors, then the JSON documents, of the adapter and of a `StatesHead`, by file name without suffix.
 
-    A whole model (lora.r=0) has no adapter; the dictionaries then have only the head's files, or are empty.
+    The names are adapter_model for tensors, adapter_config for documents, and for both the head's `name`. A whole model
+    (lora.r=0) has no adapter; the dictionaries then have only the head's files, or are empty. Arguments as in
+    `save_adapter`.
     """
     files, documents = {}, {}
     if hasattr(model, "peft_config"):
@@ -83,7 +86,7 @@ def result_files(
 
 
 def tokenizer_to_save(encoder: Encoder) -> Any:
-    """Returns the tokenizer to save, without its chat template after training on plain text.
+    """Returns the encoder's tokenizer or, after training on plain text, a copy of it without a chat template.
 
     No tool then prompts the trained model with a template that it was not trained on.
     """
@@ -104,10 +107,10 @@ def save_adapter(
 ) -> None:
     """Replaces a folder by the trained weights: an adapter that PEFT loads, or a whole model if lora.r=0.
 
-    PEFT and transformers cannot save tensors on XLA, so this takes CPU tensors.
+    A `StatesHead` is saved too. PEFT and transformers cannot save tensors on XLA, so this takes CPU tensors.
 
     Args:
-        folder: `<output_dir>/adapter`.
+        folder: `<output_dir>/adapter`; keeps its old content if an error occurs.
         model: the replica's model, on any device; only its names and settings are used.
         trained: CPU tensors by the names of `trainable_parameters`, one tensor per layer (no stacks).
         config: the run.
@@ -139,7 +142,7 @@ def _write(
     tokenizer: Any,
     base: base_identity.Identity | None,
 ) -> None:
-    """Writes the files into an empty folder; arguments as in `save_adapter`."""
+    """Writes the files into `part`, an empty folder; other arguments as in `save_adapter`. Raises errors unchanged."""
     files, documents = result_files(model, trained, config)
     if not hasattr(model, "peft_config"):
         whole = base_model(model)
@@ -159,10 +162,11 @@ def _write(
 
 
 def start_from(model: torch.nn.Module, folder: Path) -> None:
-    """Loads an adapter and its head into a model on the CPU that has its objective attached.
+    """Loads the adapter in `folder`, and its head, into a `PeftModel` on the CPU that has its objective attached.
 
-    Other parameters of the objective keep their values. Raises ValueError if the adapter is damaged, or its settings,
-    head or tensors do not fit.
+    Parameters of the objective that the folder does not have keep their values. Raises ValueError if the adapter is
+    missing or damaged, or its LoRA settings (such as rank, alpha and trained tokens), the names or the shapes of its
+    tensors differ from the model's. It also raises ValueError if the run's objective has no such head.
     """
     settings, tensors = read_adapter(folder)
     theirs, ours = settings.to_dict(), model.peft_config["default"].to_dict()  # type: ignore[index,union-attr]  # of PEFT

@@ -84,7 +84,7 @@ def peak_memory(rt: Runtime, predicted: int | None = None) -> dict[str, float]:
 
 
 def check_tracking(config: TrainConfig, at: Machine | None = None) -> None:
-    """Raises ConfigError if a tracker of the configuration cannot start; called before the model is loaded."""
+    """Raises ConfigError if a tracker lacks its package, or W&B its key, on the machine `at` (None: this machine)."""
     at, tracking, problems = at or Machine(), config.tracking, []
     if tracking.wandb != "off" and at.version("wandb") is None:
         problems.append(f"tracking.wandb={tracking.wandb} needs a package: pip install wandb, or wandb=off.")
@@ -433,7 +433,7 @@ def _open_tensorboard(folder: Path, purge_step: int | None) -> Any:
 
 
 def _open_wandb(config: TrainConfig, folder: Path) -> Any:
-    """Starts, or continues, the W&B run whose id the folder's file has."""
+    """Starts the W&B run whose id is in the folder's file, or online continues it; returns it. Raises W&B's errors."""
     import wandb
 
     # In W&B, WANDB_MODE=offline overrides online.
@@ -460,7 +460,11 @@ _COLUMNS = ("question", "expected", "base", "base correct", "tuned", "tuned corr
 def log_result(
     config: TrainConfig, step: int, metrics: Mapping[str, float], compared: Comparison | None, adapter_dir: str
 ) -> None:
-    """Sends the result of a run to TensorBoard and W&B: finite metrics, answers of both models, perhaps the adapter."""
+    """Sends the result of a run to TensorBoard and W&B, if they are on; errors of W&B are only printed.
+
+    The result has the finite metrics and, if `compared` is given, the answers of both models. W&B also gets the folder
+    `adapter_dir` with tracking.wandb_adapter.
+    """
     figures = {f"result/{name}": value for name, value in metrics.items() if math.isfinite(value)}
     samples = zip(compared.base.samples, compared.tuned.samples, strict=True) if compared else ()
     cells = [(base.question, base.expected, base.answer, base.correct, tuned.answer, tuned.correct)
@@ -490,7 +494,7 @@ def log_result(
 
 @contextlib.contextmanager
 def _optional(warning: str) -> Iterator[None]:
-    """Prints an error inside the context as a warning, with {} for its text: the run is complete without W&B."""
+    """Prints an error inside the context as `warning`, with the error in place of {}, on stderr; goes on after it."""
     try:
         yield
     except Exception as error:

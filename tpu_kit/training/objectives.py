@@ -142,7 +142,10 @@ class SupervisedObjective(Objective):
     def of_states(
         self, model: torch.nn.Module, hidden: torch.Tensor, batch: Mapping[str, torch.Tensor], head: models.OutputHead
     ) -> Sums:
-        """Computes the sums from the last hidden states, (B, S, H)."""
+        """Computes the sums from the last hidden states, (B, S, H); `model` only tells whether it trains.
+
+        `batch` must have "labels", not shifted, and "segment_ids"; `head` is the output layer.
+        """
         labels = shift_labels(batch["labels"], batch["segment_ids"])
         (hidden, labels), chunk = rows_in_chunks(self._optim.loss_chunk, [hidden, labels])
         likelihood = Likelihood(head, self._optim.label_smoothing if model.training else 0.0)
@@ -172,7 +175,10 @@ class MixObjective(SupervisedObjective):
     def of_states(
         self, model: torch.nn.Module, hidden: torch.Tensor, batch: Mapping[str, torch.Tensor], head: models.OutputHead
     ) -> Sums:
-        """See `SupervisedObjective.of_states`."""
+        """Computes the sums as `SupervisedObjective.of_states`; `extra` has every source's loss, then its tokens.
+
+        Without "sources" in the batch, as in evaluation, `extra` is empty.
+        """
         if "sources" not in batch:
             return super().of_states(model, hidden, batch, head)
         labels, count = shift_labels(batch["labels"], batch["segment_ids"]), len(self._names)

@@ -88,7 +88,10 @@ def _adamw_start(shape: Sequence[int], _: bool) -> Moments:
 
 
 def _adamw(applied: torch.Tensor, optim: OptimConfig) -> Direction:
-    """Returns AdamW's `Direction` (Loshchilov and Hutter, arXiv:1711.05101); the step applies the weight decay."""
+    """Returns AdamW's `Direction` (Loshchilov and Hutter, arXiv:1711.05101); the step applies the weight decay.
+
+    `applied` is the number of applied updates with this update, a () tensor.
+    """
 
     def correction(beta: float) -> torch.Tensor:
         """Computes 1 - beta ** applied on the device; on the host it would be a constant of the program."""
@@ -119,7 +122,8 @@ def _adafactor(applied: torch.Tensor, _: OptimConfig) -> Direction:
     """Returns Adafactor's `Direction` (Shazeer and Stern, arXiv:1804.04235, algorithms 4 and 5) for a given rate.
 
     There is no momentum. A matrix's second moment is factored into its means over columns and over rows, and decays by
-    1 - t ** -0.8. The direction of a matrix or vector is scaled down to a root mean square of 1 if it is above 1.
+    1 - t ** -0.8, where t is `applied`, the number of applied updates with this update. The direction of a matrix or
+    vector is scaled down to a root mean square of 1 if it is above 1.
     """
     decay = 1 - applied.clamp(min=1) ** -0.8
 

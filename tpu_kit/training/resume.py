@@ -177,7 +177,7 @@ class ResumePoint:
 
 
 def _other_files(before: Mapping[str, str] | None, now: Mapping[str, str] | None) -> str:
-    """Describes which files of a stream are new, gone or changed since the checkpoint; empty if none is known."""
+    """Describes which files of a stream are new, gone or changed; empty without differences or if a side is unknown."""
     if not before or now is None:
         return ""
     kinds = {
@@ -234,7 +234,7 @@ def find_resume_point(config: TrainConfig) -> ResumePoint | None:
 
 
 def weights_of(step: int, config: TrainConfig) -> Tensors:
-    """Reads a step's trained weights (with ema_decay, the average) by name; raises ValueError if they are gone."""
+    """Reads a step's trained weights (with ema_decay, the average) by name, on the CPU; ValueError if they are gone."""
     checkpoint = next((each for each in list_checkpoints(config.checkpoints_place)[0] if each.step == step), None)
     if checkpoint is None:
         raise ValueError(

@@ -124,7 +124,7 @@ def train_step(
         model: the replica's model, in training mode.
         state: the model's state.
         batches: tensors as the objective takes them.
-        control: (3,) fp32 on the device, a `Control`.
+        control: a `Control` as a tensor, (3,) fp32 on the device: learning rate, window_open, number of the step.
         objective: the loss.
         optim: settings of the optimizer, clipping, average and limit of the loss.
         runtime: the replica.
@@ -178,7 +178,10 @@ def _is_long(model: torch.nn.Module, batch: Mapping[str, torch.Tensor], optim: O
 def _traced(
     model: torch.nn.Module, state: TrainState, batch: Mapping[str, torch.Tensor], objective: Objective
 ) -> Traced:
-    """Traces a pass once: a function from a batch's tensors to its sums, (2 + N,), and all parameters' gradients."""
+    """Traces a pass once. The result takes a batch's tensors, in the order of `batch`.
+
+    It returns the pass's sums, (2 + N,), then the gradients of `state.params`, in order; zeros for unused parameters.
+    """
 
     def run(*tensors: torch.Tensor) -> list[torch.Tensor]:
         with torch.enable_grad():
@@ -334,7 +337,7 @@ def eval_step(
     objective: Objective,
     runtime: Runtime,
 ) -> None:
-    """Adds the loss, the weight and the first N `extra` sums of all replicas' batches to `sums`, (2 + N,) fp32."""
+    """Adds the sums of all replicas' batches to `sums`, (2 + N,) fp32, in place: loss, weight, first N `extra` sums."""
     with torch.no_grad():
         loss, weight, extra = objective(model, batch)
         totals = torch.stack([loss, weight, *extra][: len(sums)])
@@ -378,9 +381,10 @@ class TracedSteps:
     def update(
         self, batches: Sequence[Mapping[str, torch.Tensor]], control: torch.Tensor
     ) -> tuple[Callable[..., Any], int, Any, Any, Any, torch.Tensor]:
-        """Returns a pure update, how many first tensors to donate, and arguments: changed, frozen, batches, control.
+        """Returns the arguments of `Programs.run`: a pure update, a count, changed, frozen, batches, control.
 
-        The update returns the new values of `changed`; see `_changed`.
+        The update takes the last four and returns the new values of `changed`; see `_changed`. The count is the number
+        of first tensors to donate, all of `changed` but `report`.
         """
         state = self._state
 

@@ -152,7 +152,10 @@ class Trainer:
             self._tracker.close(failed=error is not None)
 
     def resume(self, point: ResumePoint) -> None:
-        """Takes counters, history and batches from a checkpoint; `state` has its tensors, and its rows are compared."""
+        """Takes counters, history, evaluations and the state of `updates` from a checkpoint that fits the run.
+
+        Call it before the context is entered. It does not change `state`, which already has the checkpoint's tensors.
+        """
         checkpoint, state = point.checkpoint, point.state
         self.step = self._saved = checkpoint.step
         self._logged, self._rows, self._tokens = state["logged"], state["rows"], state["tokens"]
@@ -167,7 +170,7 @@ class Trainer:
         """Makes the remaining updates; between two logs the host only traces and dispatches steps.
 
         Before every step it asks `agreement` whether to stop. After a stop signal it saves and returns "preempted";
-        after an early stop it returns "stopped".
+        after an early stop, also of an earlier launch, it returns "stopped"; after the last update "finished".
 
         Raises:
             ValueError: training has diverged, an update was skipped with on_nan=stop, or the next update cannot be made
@@ -241,7 +244,10 @@ class Trainer:
             self._save(anyway=True)
 
     def _dispatch(self, update: Update, tensors: list[Tensors], window_open: bool) -> float:
-        """Sends the batches of an update and dispatches its step; returns the learning rate of the schedule."""
+        """Sends the batches of an update, one per pass, and dispatches its step; returns the schedule's learning rate.
+
+        Without batches the weights do not change. If not `window_open`, the step restarts the sums for the log.
+        """
         rt, optim, step = self.rt, self.config.optim, update.step
         self.mark("step", step)
         rate = learning_rate(step, self.total, optim, update.passes / self.plan.gradient_accumulation)
@@ -270,7 +276,7 @@ class Trainer:
     # ----------------------------------------------------------------------------------------------------------- logs
 
     def _log(self) -> None:
-        """Reads a pending log's sums from the device, writes the log, and warns; raises as `_report_skipped`."""
+        """Reads the pending log's sums, if any, from the device, writes the log, warns; raises as `_report_skipped`."""
         if self._pending is None:
             return
         pending, self._pending, asked = self._pending, None, time.monotonic()
@@ -332,7 +338,11 @@ class Trainer:
         return UpdateSums.unpack(self.rt.to_host([report])[0].tolist())
 
     def _report_skipped(self, window: list[Update], report: UpdateSums) -> None:
-        """Warns of skipped updates; raises ValueError with on_nan=stop, or at 10 in a row and withdraws checkpoints."""
+        """Warns on rank 0 of skipped updates in `window`, the updates of a log with the sums `report`.
+
+        Raises ValueError with on_nan=stop; or if the last 10 updates (or all of a shorter run) were skipped, and then
+        withdraws the checkpoints from the step before these updates on.
+        """
         optim, first = self.config.optim, int(report.first_skipped)
         update = next(update for update in window if update.step == first)
         rows = self.updates.places(update)
@@ -366,7 +376,10 @@ class Trainer:
     # ---------------------------------------------------------------------------------------------------- evaluations
 
     def _evaluates(self, step: int) -> bool:
-        """Whether to evaluate held-out rows, if any, after a step: every `optim.eval_steps`, and after the last."""
+        """Whether to evaluate held-out rows, if any, after a step: every `optim.eval_steps`, and after the last.
+
+        eval_steps below 1 is a share of the run. Rollouts evaluate only with tracking.eval_generate_rows.
+        """
         every = self.config.optim.eval_steps
         if every is not None and every < 1:
             every = max(1, round(every * self.total))
@@ -402,7 +415,7 @@ class Trainer:
         self.evaluations.add(step, loss, share, by_source | others)
 
     def _held_out_loss(self) -> tuple[float, dict[str, float]]:
-        """Returns the held-out loss (NaN without weight), and by name a mix's losses and the objective's means."""
+        """Returns the held-out loss (NaN without weight), and by name a mix's "loss/NAME" and the objective's means."""
         assert self.prepared.eval is not None
         rt, parts, each = self.rt, self.prepared.eval_parts(), list[torch.Tensor]()
         extra = self.objective.extra if self.objective.measures_held_out else ()
@@ -469,7 +482,7 @@ class Trainer:
         return step % every == 0 or step == self.total or self._postponed or self._is_due()
 
     def _is_due(self) -> bool:
-        """Whether `checkpoint.save_minutes` have passed on rank 0's clock, which decides for all hosts that save."""
+        """Whether `checkpoint.save_minutes`, if set, have passed by rank 0's clock, which decides for all hosts."""
         if (minutes := self.config.checkpoint.save_minutes) is None:
             return False
         due = torch.tensor([float(self.rt.rank == 0 and time.monotonic() - self._saved_at >= 60 * minutes)])
