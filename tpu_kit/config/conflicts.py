@@ -29,7 +29,10 @@ _SEQUENCE_EPSILON = 0.1  # far above useful clipping of ratios per completion (G
 
 
 def conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
-    """Yields (names, problem) for every contradiction: parameters separated by spaces, and the problem of the first."""
+    """Yields (names, problem) for every contradiction: parameters separated by spaces, and text about the first.
+
+    The text continues "NAME: VALUE", such as "is not supported with ...; remove it".
+    """
     model, lora, data = config.model, config.lora, config.data
 
     if config.run_name in (".", "..") or set(config.run_name) & set('/\\:*?"<>|') or not _is_name(config.run_name):
@@ -81,7 +84,7 @@ def conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
 
 
 def _embedding_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
-    """Yields (names, problem) as `conflicts`: trained embeddings with images or twice, and their rate without any."""
+    """Yields (names, problem) as `conflicts`: embeddings trained twice or with images, or a rate if none is trained."""
     lora, rate = config.lora, config.optim.embedding_learning_rate
     if lora.tokens and lora.full:
         yield "lora.tokens lora.full", "trains vectors of embeddings that lora.full trains in full; remove either"

@@ -172,6 +172,9 @@ class ConfigField:
 def check_knobs(values: Any) -> list[str]:
     """Converts the non-default `knob` fields of a dataclass instance, even if frozen, to their types, in place.
 
+    Args:
+        values: the instance; its class must not have dataclasses as fields.
+
     Returns:
         A text for each value that `ConfigField.read` refuses; such values stay as they are.
     """
@@ -186,7 +189,10 @@ def check_knobs(values: Any) -> list[str]:
 
 
 def knobs_of(cls: type, prefix: str = "") -> dict[str, ConfigField]:
-    """Returns the `knob` fields of a dataclass and its nested dataclasses by `prefix` and dotted name, in order."""
+    """Returns the `knob` fields of a dataclass and its nested dataclasses, in order, by dotted name.
+
+    `prefix`, such as "optim.", precedes all names; fields without `knob` are left out.
+    """
     parameters: dict[str, ConfigField] = {}
     hints = get_type_hints(cls)
     for f in fields(cls):
@@ -200,7 +206,7 @@ def knobs_of(cls: type, prefix: str = "") -> dict[str, ConfigField]:
 
 
 def show(value: object) -> str:
-    """Returns null, true, false or the value's repr (a tuple as list), cut to 80 characters; hides a secret."""
+    """Returns null, true, false or the value's repr (a tuple as list), cut to 80 characters; a note for a secret."""
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     text = repr(list(value) if isinstance(value, tuple) else value)
@@ -255,7 +261,11 @@ def hide_secrets(text: str) -> str:
 
 @functools.lru_cache(maxsize=4)
 def _secrets(environ: tuple[tuple[str, str], ...]) -> re.Pattern[str]:
-    """Returns a pattern of known forms, and of an environment's secrets over 5 characters, plain and encoded."""
+    """Returns a pattern of known forms, and of an environment's secrets over 5 characters, plain and encoded.
+
+    `environ` has (name, value) pairs. Its secrets are the passwords in URLs, and the values, except existing paths, of
+    variables with a name such as X_TOKEN.
+    """
     found = set()
     for name, value in environ:
         if _SECRET_VARIABLE.search(name) and not os.path.exists(value):  # a path tells where a key is, not the key
@@ -272,7 +282,7 @@ def _secrets(environ: tuple[tuple[str, str], ...]) -> re.Pattern[str]:
 
 
 def nest(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns values by dotted name as a dictionary per section; names without a section stay at the top."""
+    """Returns values by dotted name as a dictionary per section, the text before the first dot; others stay on top."""
     nested: dict[str, Any] = {}
     for name, value in values.items():
         *section, leaf = name.split(".", 1)
@@ -291,7 +301,10 @@ def _members(hint: Any) -> tuple[Any, ...]:
 
 
 def _as(value: Any, kind: Any) -> Any:
-    """Returns `value` as `kind`, not a union; raises TypeError, ValueError or OverflowError if it is none or empty."""
+    """Returns `value` converted to the type `kind`, which is no union.
+
+    Raises TypeError, ValueError or OverflowError if it has another type, or is an empty text, list or mapping.
+    """
     origin = get_origin(kind)
     if is_dataclass(kind) and type(value) is kind:
         return value
@@ -325,7 +338,7 @@ def _texts(value: Any) -> list[str]:
 
 
 def _number(value: Any) -> int | float:
-    """Returns a number, also from numpy or text (notebooks' form fields); raises TypeError or ValueError for others."""
+    """Returns a number, also from numpy or text (form fields); raises TypeError or ValueError for others and bools."""
     if isinstance(value, bool):
         raise TypeError
     if isinstance(value, numbers.Integral):

@@ -18,7 +18,7 @@ _REPOSITORY_PART = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9._-]{0,94}[A-Za-z0-9_])?"
 
 
 def check_formats(names: str | tuple[str, ...]) -> None:
-    """Raises ValueError if a name is no export format, or is given twice."""
+    """Raises ValueError if `names`, a name or a tuple of names, has a name not in `EXPORT_FORMATS`, or a name twice."""
     names = (names,) if isinstance(names, str) else names
     if unknown := [name for name in names if name not in EXPORT_FORMATS]:
         raise ValueError(f"has {', '.join(map(show, unknown))}; the formats are {', '.join(EXPORT_FORMATS)}")

@@ -65,12 +65,14 @@ def load_config(
     *,
     command: str = "",
 ) -> TrainConfig:
-    """Reads a configuration, also TPU_MESH_CONFIG; its `sources` have the source of every given value.
+    """Reads a configuration; its `sources` have the source of every given value.
+
+    `overrides` win over `parameters`, these over `path`, and `path` over TPU_MESH_CONFIG, which sets launch.mesh.
 
     Args:
         path: a YAML file, the name of a shipped file (`embedded-cot`), the values of a file (see `read_yaml`), or None
             for the defaults. A file of another trainer is translated, with notes on stderr.
-        overrides: `key=value` texts of the command line (values in YAML; the last value of a key wins), or a mapping.
+        overrides: a `key=value` text or several (values in YAML; the last value of a key wins), or a mapping.
         parameters: a notebook's parameters by leaf or dotted name, such as `{"batch_size": 2}`.
         command: the command that reads the file, such as dpo; it decides between other trainers with equal keys.
 
@@ -228,7 +230,7 @@ def _read_file(path: str | Path) -> Mapping[str, Any]:
 
 
 def read_yaml(path: Path) -> Mapping[str, Any]:
-    """Returns the values of a YAML file as they are, {} if it is empty; raises ConfigError if it holds no mapping."""
+    """Returns a YAML file's values as they are, {} if it is empty; ConfigError if it is unreadable or no mapping."""
     from tpu_kit.config.files import strict_yaml
 
     try:

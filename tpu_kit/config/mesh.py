@@ -83,7 +83,7 @@ class Mesh:
         return places
 
     def layout(self) -> str:
-        """Returns the device numbers by axes above 1 as text, such as "[[0, 1], [2, 3]] by data, fsdp"."""
+        """Returns the device numbers by axes above 1 (or fsdp) as text, such as "[[0, 1], [2, 3]] by data, fsdp"."""
         import numpy as np  # a laptop that only reads a configuration may not have it
 
         used = [name for name in AXES if self.sizes[name] > 1] or ["fsdp"]
@@ -120,10 +120,11 @@ def mesh_text(value: Mapping[str, object]) -> str:
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """Returns the size by axis of a text such as "data=2,fsdp=4"; one size may be -1, for the remaining devices.
+    """Returns the sizes of the axes that a text such as "data=2,fsdp=4" names; -1 stands for the remaining devices.
 
     Raises:
-        ValueError: the text is no mesh. The message continues a sentence that begins with the parameter and its value.
+        ValueError: an axis is not in `AXES` or is named twice, a size is neither -1 nor above 0, or two sizes are -1.
+            The message continues a sentence that begins with the parameter and its value.
     """
     sizes: dict[str, int] = {}
     for part in text.split(","):
@@ -165,7 +166,7 @@ def mesh_size(text: str) -> int | None:
 
 
 def resolve_mesh(text: str, devices: int, rules: Mapping[str, str] | None = None) -> Mesh:
-    """Returns the mesh that `text` means on `devices` devices, with the user's sharding rules.
+    """Returns the mesh of `devices` devices that `text` (see `parse_mesh`) means, with the user's sharding rules.
 
     Raises:
         ValueError: the mesh has another number of devices; or as `parse_mesh` and `parse_rules`.
@@ -184,7 +185,7 @@ def resolve_mesh(text: str, devices: int, rules: Mapping[str, str] | None = None
 
 
 def environment_mesh(environ: Mapping[str, str]) -> str | None:
-    """Returns the mesh of TPU_MESH_CONFIG="4,4,2" and TPU_AXIS_NAMES="data,model,fsdp" as text; None if both are unset.
+    """Returns TPU_MESH_CONFIG="4,2" with TPU_AXIS_NAMES="data,fsdp" as "data=4,fsdp=2"; None if both are unset.
 
     Raises:
         ValueError: only one variable is set, their lengths differ, or they are no mesh.

@@ -476,7 +476,7 @@ class TrainConfig:
 
     @property
     def teacher(self) -> ModelConfig | None:
-        """The teacher to load, or None: `model` with its name, type and trust_remote_code, no revision or GGUF file."""
+        """None, or `model` with the teacher's name, dtype and trust_remote_code, without revision and GGUF file."""
         distill, model = self.distill, replace(self.model, revision=None, gguf_file=None)
         if distill.teacher is None:
             return None

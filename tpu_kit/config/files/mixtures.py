@@ -31,7 +31,10 @@ _TAGS = {"role": ("role", "from"), "content": ("content", "value"), "user": ("us
 
 
 def is_mix(key: str, value: Any) -> bool:
-    """Returns whether `value` is for `mixed`: any pretraining_dataset, several mappings, or a weight or fraction."""
+    """Returns whether the value of `key`, in `LISTS`, is for `mixed`, not for the rules of single keys.
+
+    True for any pretraining_dataset that is not empty, for several mappings, and for a mapping with weight or fraction.
+    """
     if key == "pretraining_dataset":
         return bool(value)
     entries = value if isinstance(value, list) else [value]
@@ -44,7 +47,7 @@ def mixed(key: str, value: Any, result: Translation, translated: Callable[[Mappi
 
     Args:
         key: a key in `LISTS`.
-        value: the value of the key.
+        value: the value of the key: a mapping or a path, or a list of these.
         result: receives `data.source`, for pretraining_dataset also its format, and the notes and problems of entries.
         translated: translates the keys of an entry, such as "datasets.path", to values by our names.
     """
@@ -90,7 +93,10 @@ def _source(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _share(sources: Sequence[dict[str, Any]], shares: Sequence[Any], name: str, result: Translation) -> None:
-    """Sets `tokens` of the sources to shares / their sum, and adds a note, or a problem if a share is not above 0."""
+    """Sets `tokens` of the sources to shares / their sum, and adds a note, which names the key `name`, to `result`.
+
+    If there are not as many shares as sources, or a share is not a number above 0, only adds a problem.
+    """
     numbers = [share for share in shares if type(share) in (int, float) and share > 0]
     if len(numbers) < len(sources) or len(shares) != len(sources):
         few = f"lacks a share above 0 for some of the {len(sources)} data sets; give a share to all, or to none"
@@ -115,7 +121,10 @@ def _add(said: str, sources: list[dict[str, Any]], result: Translation) -> None:
 
 
 def factory_mix(values: dict[str, Any], result: Translation) -> None:
-    """Moves LLaMA-Factory's data sets from `values` to `result`, if dataset_info.json in dataset_dir has them all."""
+    """Moves dataset, mix_strategy and interleave_probs from `values` to `data.source`, notes and problems of `result`.
+
+    Changes nothing unless dataset_info.json in `dataset_dir` (default: "data") has all data sets.
+    """
     folder = Path(str(values.get("dataset_dir") or "data"))
     named, listed = values.get("dataset"), _described(folder)
     names = [one.strip() for one in named.split(",")] if isinstance(named, str) else named
@@ -157,7 +166,11 @@ def _described(folder: Path) -> dict[str, Any] | None:
 
 
 def _of_entry(folder: Path, name: str, entry: Any, stage: str) -> tuple[dict[str, Any], str]:
-    """Returns an entry of dataset_info.json as (source, ""), or ({}, problem) if it is not for `stage` or not read."""
+    """Returns the entry `name` of dataset_info.json as (an item of `data.source`, ""), or as ({}, problem).
+
+    It is a problem if the entry cannot be read, or is not for `stage`, LLaMA-Factory's: "dpo" needs pairs of replies,
+    "kto" labels, and all others neither. `folder` has the entry's file.
+    """
     if not isinstance(entry, Mapping) or not all(
         isinstance(entry.get(key, {}), Mapping) for key in ("columns", "tags")
     ):

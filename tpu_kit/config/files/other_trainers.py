@@ -56,7 +56,10 @@ class Translation:
         return values.get(name, values.get(leaf))
 
     def add(self, key: str, value: Any, rule: Rule) -> None:
-        """Adds a value of the file by its rule to `values` and `notes`, or to `problems`; without a rule by `NAMES`."""
+        """Adds a value of the file by its rule to `values` and `notes`, or to `problems`.
+
+        An empty rule means the name in `NAMES`; for a key without a name there, the value is refused.
+        """
         hidden = is_secret_name(key) and not re.search("(bos|eos|pad|unk)_token$", key)
         assignment = f"{key}={'(hidden)' if hidden else show(value)}"
         if not rule and key not in NAMES:
@@ -207,7 +210,10 @@ def _is_number(value: Any) -> TypeGuard[float]:
 
 
 def _share_evaluations(theirs: dict[str, Any], result: Translation) -> None:
-    """Moves evals_per_epoch to optim.eval_steps, as a share of all updates, without max_steps and eval_steps."""
+    """Moves evals_per_epoch from `theirs` to optim.eval_steps in `result`: a share of all updates, None for 1 or more.
+
+    Changes nothing if `theirs` has no evals_per_epoch above 0, or has max_steps or eval_steps.
+    """
     count, key = theirs.get("evals_per_epoch"), "optim.eval_steps"
     epochs = theirs.get("num_epochs", theirs.get("num_train_epochs")) or 1
     if not (_is_number(count) and _is_number(epochs)) or count <= 0 or {"max_steps", "eval_steps"} & {*theirs}:
@@ -243,7 +249,7 @@ def _is_known(key: str, ours: Collection[str], case: Collection[str], value: Any
 
 
 def _made(key: str, value: Any, rule: Rule) -> dict[str, Any]:
-    """Returns the values by our names that a rule makes from a value; {} if it only ignores or refuses it."""
+    """Returns the values by our names that a rule (empty: by `NAMES`) makes; {} if it ignores or refuses `value`."""
     if "choices" in rule:
         return {rule["to"]: rule["choices"][_text(value)]}
     if "each" in rule:
