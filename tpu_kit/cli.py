@@ -117,7 +117,7 @@ for _name, _command in _INSTALLED.items():
 
 
 def parse(texts: Sequence[str]) -> argparse.Namespace:
-    """Reads a command and its arguments; also reads the configuration and finds the adapter.
+    """Reads a command, the first text, and its arguments; also reads the configuration and finds the adapter.
 
     Returns:
         A namespace with the files and flags; `function`, which runs the command; `options`, instances of the command's
@@ -174,7 +174,10 @@ def _is_pair(text: str) -> bool:
 
 
 def _read_own(kinds: Sequence[type], pairs: Sequence[str], problems: list[str]) -> tuple[list[Any], list[str]]:
-    """Returns instances of the dataclasses, and the pairs that set none of their fields; appends to `problems`."""
+    """Returns instances of the dataclasses, in order, and the `key=value` texts of `pairs` that set no field of them.
+
+    Appends a text for each bad value to `problems`; then the instances must not be used.
+    """
     made, names = [], set[str]()
     for kind in kinds:
         fields, values = knobs_of(kind), dict[str, Any]()

@@ -51,7 +51,7 @@ class _OutOfRange(Exception):
 
 
 def _step(a: int, sign: str, b: int) -> tuple[str, int]:
-    """Returns the text of a step and its result, such as `("12 + 7 = 19", 19)`.
+    """Returns the text of a step and its result, such as `("12 + 7 = 19", 19)`; `sign` is "+", "-", "*" or "/".
 
     Raises:
         _OutOfRange: the result is not a whole number of 1..LIMIT.
@@ -103,7 +103,7 @@ def _groups(rng: random.Random) -> Problem:
 
 
 def _add_up(amounts: list[int], lines: list[str]) -> int:
-    """Returns the sum of `amounts`, and appends its steps to `lines`; raises _OutOfRange for sums over LIMIT."""
+    """Returns the sum of `amounts`; appends "Together A + B = C." per addition to `lines`; _OutOfRange over LIMIT."""
     total = amounts[0]
     for amount in amounts[1:]:
         written, total = _step(total, "+", amount)
@@ -253,6 +253,8 @@ _SIGNS: dict[str, Callable[[int, int], float]] = {
 def preference_rows(split: str, n: int, seed: int = 0) -> list[dict[str, str]]:
     """Generates the problems of `cot_rows` with a right solution and a wrong one, in which a step has a wrong result.
 
+    The arguments are as in `cot_rows`.
+
     Returns:
         Rows `dict(question, chosen, rejected)`; replies are <think> steps </think> and an answer, wrong in `rejected`.
 
@@ -270,7 +272,10 @@ def preference_rows(split: str, n: int, seed: int = 0) -> list[dict[str, str]]:
 
 
 def _with_error(reasoning: str, rng: random.Random) -> tuple[str, str] | None:
-    """Returns (steps with a random wrong result, the answer that follows), or None if a result is not in 1..LIMIT."""
+    """Returns (the steps with a wrong result in a random step, which later steps use; the answer that follows).
+
+    The answer may be right. Returns None if a result is not a whole number in 1..LIMIT; then the caller calls again.
+    """
     lines = reasoning.split("\n")
     changed, wrong = dict[str, str](), rng.randrange(len(lines))
     for number in range(wrong, len(lines)):

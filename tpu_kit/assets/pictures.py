@@ -52,7 +52,7 @@ class Task(NamedTuple):
 
 
 def task(number: int, split: str = "train", seed: int = 0) -> Task:
-    """Draws the picture and question of row `number` of a split; the same arguments give the same task."""
+    """Draws row `number` of a split, "train", "eval" or any other text; the same arguments give the same task."""
     draw = random.Random(f"{split} {seed} {number}")
     kind = draw.choice(KINDS)
     count = draw.randint(1, MOST) if kind == "count" else 1
@@ -66,7 +66,10 @@ def task(number: int, split: str = "train", seed: int = 0) -> Task:
 
 
 def _picture(draw: random.Random, shape: str, colour: str, count: int) -> Image:
-    """Draws `count` shapes of a colour side by side on grey noise, 48 to 96 pixels high and 48 to 144 wide."""
+    """Draws `count` shapes of a colour side by side on grey noise, 48 to 96 pixels high and 48 to 144 wide.
+
+    `shape` is in `SHAPES`, `colour` in `COLOURS`, `count` is 1 to `MOST`; `draw` sets size, places and tints.
+    """
     import numpy as np
     from PIL import Image, ImageDraw
 
@@ -84,7 +87,7 @@ def _picture(draw: random.Random, shape: str, colour: str, count: int) -> Image:
 
 
 def rows(split: str, count: int, seed: int) -> list[dict[str, Any]]:
-    """Returns rows 0 to `count` - 1: "image" ({"bytes": a PNG, "path": None}), "question", "answer", "kind" (texts)."""
+    """Returns tasks 0 to `count` - 1 as rows: "image" ({"bytes": PNG, "path": None}), "question", "answer", "kind"."""
     made = []
     for number in range(count):
         one = task(number, split, seed)
@@ -96,7 +99,7 @@ def rows(split: str, count: int, seed: int) -> list[dict[str, Any]]:
 
 
 def make_model(folder: Path) -> None:
-    """Writes the model (fp32), its tokenizer and preprocessor_config.json to a folder; the same for every call."""
+    """Writes the fp32 model, tokenizer and preprocessor_config.json to a folder, made if absent; always the same."""
     import torch
     from transformers import AutoModelForImageTextToText, Gemma4UnifiedConfig
 
@@ -157,7 +160,7 @@ def _tokenizer() -> Any:
 
 
 def model_dir(cache: Path = Path("~/.cache/tpu_kit")) -> Path:
-    """Returns the model's folder in `cache`, made if absent; its name has a hash of code and library versions."""
+    """Returns the model's folder in `cache` (~ is the home), made if absent; its name hashes code and versions."""
     import hashlib
     import shutil
     import tempfile
