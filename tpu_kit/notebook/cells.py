@@ -137,7 +137,7 @@ def secrets(*names: str) -> dict[str, str]:
 
 
 def check_push(config: TrainConfig) -> None:
-    """Reads HF_TOKEN and prints the repository that the result will be pushed to, if `hub.model_id` is set.
+    """Reads HF_TOKEN and prints the repository that the result goes to; without `hub.model_id` prints how to set it.
 
     Raises:
         ConfigError: this user cannot push to the repository.
@@ -240,7 +240,7 @@ def show_lengths(report: DataReport, max_length: int) -> None:
 
 
 def _lengths(report: DataReport, max_length: int, title: str) -> Figure:
-    """Plots a histogram of lengths with max_length, and for a mix the shares of tokens by source."""
+    """Plots a histogram of lengths with max_length, below `title`, and for a mix the shares of tokens by source."""
     figure, (axes, *others) = new_figure(8, 2.5, columns=2 if report.sources else 1)
     for by_source in others:
         for shift, name in enumerate(("tokens", "loss_tokens")):
@@ -262,7 +262,7 @@ def _lengths(report: DataReport, max_length: int, title: str) -> Figure:
 
 
 def show_answers(output_dir: str | Path, rows: int = 4) -> None:
-    """Shows the answers of base and tuned model to held-out questions from a run's eval.json; see `show_comparison`.
+    """Shows answers of base and tuned model to `rows` held-out questions in a run's eval.json, as `show_comparison`.
 
     A run with `tracking.generate_rows=0` writes no eval.json; without the file, prints so.
     """
@@ -275,7 +275,7 @@ def show_answers(output_dir: str | Path, rows: int = 4) -> None:
 
 
 def show_blind_answers(config: TrainConfig, prepared: Prepared) -> float:
-    """Generates the tuned model's answers to held-out questions with black pictures; shows how many are correct.
+    """Answers held-out questions of `prepared`, with black pictures, by the run's adapter; shows how many are correct.
 
     It is a control: without the pictures, a model that uses them can only guess.
 
@@ -337,7 +337,7 @@ def show_group(output_dir: str | Path) -> None:
     """Shows a prompt and its group of completions from the last rollout of `grpo` in a run's folder, token by token.
 
     Tokens that the update makes likelier are green, others red; darker tokens have a larger advantage. Plain text has |
-    between tokens.
+    between tokens. Raises FileNotFoundError if the run has no rollout yet.
     """
     from tpu_kit.training.losses.sampled_updates import GROUP_FILE
 

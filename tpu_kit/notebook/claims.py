@@ -108,7 +108,7 @@ class Claims:
         return train(self._config(name, **settings))
 
     def _learns(self) -> tuple[bool, str]:
-        """Trains the main run; returns whether it answers enough questions afterwards, and the figures."""
+        """Trains the main run; returns whether `_LEAST_CORRECT` or more of its answers are right, and the figures."""
         replicas = detection.detect(self.launch).num_replicas or Machine().tpu_devices()
         asked = {"batch_size": max(1, _ROWS // replicas), "generate_rows": self.questions, "eval_rows": self.questions}
         asked |= self.settings
@@ -124,7 +124,10 @@ class Claims:
         return [record for record in read_metrics(self.folder / "main") if record["kind"] == "train"]
 
     def _reads_nothing(self) -> tuple[bool | None, str]:
-        """Returns whether the main run read nothing from the device, None off XLA, and the figures."""
+        """Returns whether updates of the main run read nothing from the device and ran nothing on the host.
+
+        The first item is None off XLA; the second is a text with the figures.
+        """
         records = self._records()
         if "host_syncs_per_step" not in records[-1]:
             return None, "counted only on XLA"
@@ -182,7 +185,10 @@ def check_claims(
 
 
 def paste(config: TrainConfig, verified: Sequence[Check], claims: Sequence[Check]) -> str:
-    """Returns the results of `verify` and the claims as a code block for an issue, without secrets and home folder."""
+    """Returns the results of `verify` and the claims as a code block for an issue, without secrets and home folder.
+
+    Before the results, it has the number of claims that hold, the devices of `config.launch`, and the versions.
+    """
     backend = detection.detect(config.launch)
     versions = {name: installed_version(name) for name in ("tpu_kit", *PACKAGES, *TESTED)}
     packages = ", ".join(f"{name} {version}" for name, version in versions.items() if version)

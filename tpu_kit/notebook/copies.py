@@ -38,7 +38,8 @@ def copy_notebooks(folder: str) -> str:
         Text with the names of the written and of the existing files, and the next action.
 
     Raises:
-        ConfigError: `folder` has files of these names with other content (nothing was written), or is not writable.
+        ConfigError: `folder` is an address, has files of these names with other content (nothing was written), or is
+            not writable.
     """
     if is_url(folder):
         raise ConfigError([f"--copy {folder}: notebooks are opened from a disk; name a local folder"])

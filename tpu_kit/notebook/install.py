@@ -180,7 +180,8 @@ def decide(
             torch_xla. It means gpu on a machine with a GPU, on a system without wheels of torch_xla, or with torch but
             neither torch_xla nor a TPU. Otherwise it means tpu, because a CPU rehearses with it.
         torch_index: URL of an index with other wheels of torch.
-        source: where the kit came from; a folder of wheels replaces the package index.
+        source: where the kit came from: "git" (also ""), "index", "tpu_kit==VERSION" or a path; errors name it in
+            alternatives. A folder of wheels replaces the package index.
         extras: extras of the kit to install too, such as "trackers".
 
     Raises:
@@ -241,7 +242,7 @@ def _required() -> list[str]:
 
 
 def _kind(site: Site, hardware: str, source: str) -> Kind:
-    """Chooses the kind of packages; raises ValueError if they cannot be installed."""
+    """Chooses the kind of packages; arguments as in `decide`; raises ValueError if they cannot be installed."""
     # torch without torch_xla is kept if no TPU is attached.
     has_tpu = site.accelerator not in ("", _GPU)
     alone = site.version("torch") is not None and site.version("torch_xla") is None and not has_tpu
@@ -282,7 +283,7 @@ def _read_requirements(lines: Sequence[str], extras: Sequence[str] = ()) -> dict
 
 
 def _within(version: str, bounds: str) -> bool:
-    """Returns whether a version is within bounds; False if the version is invalid.
+    """Returns whether a version is within bounds such as ">=5.15,<6", or "" for any; False if the version is invalid.
 
     True if neither `packaging` nor pip is installed: then hardly any package is, and missing packages are installed
     anyway, with packaging among them.
@@ -347,7 +348,7 @@ def ensure(kit_source: str = "git") -> None:
     """Installs the packages that this environment lacks (`decide` with "auto"); prints which were kept and added.
 
     Args:
-        kit_source: where the kit came from, as in the notebooks' parameters.
+        kit_source: where the kit came from, as `source` in `decide`.
 
     Raises:
         ValueError: the packages cannot be installed here, the command failed, or a loaded package was replaced, so that

@@ -38,13 +38,14 @@ def run(paths: Sequence[Path], out: Path, parameters: Mapping[str, Any]) -> int:
 
     Args:
         paths: the notebooks.
-        out: folder of the executed notebooks and their HTML.
+        out: folder of the executed notebooks and their HTML, made if absent.
         parameters: passed to the notebooks that name them. A parameter that no notebook names goes to the notebooks
             that configure a run, which refuse unknown names.
 
     Raises:
-        ConfigError: papermill or a file is missing, a parameter is a secret (papermill writes parameters into the
-            notebook), or no notebook takes it. Raised before any notebook runs.
+        ConfigError: `paths` is empty, papermill or a file is missing, two files have the same name, a notebook is in
+            `out`, or `out` cannot be made. Or a parameter is a secret (papermill writes parameters into the notebook),
+            or no notebook takes it. Raised before any notebook runs.
     """
     problems = [] if paths else ["no notebook is given: name files (FILE.ipynb), or --copy FOLDER for the kit's files"]
     problems += [f"{path}: no such notebook" for path in paths if not path.is_file()]
@@ -128,7 +129,8 @@ class _Job:
     def execute(self, path: Path, target: Path, parameters: Mapping[str, Any]) -> tuple[BaseException | None, str]:
         """Runs a notebook; writes it to `target`, and its HTML beside it.
 
-        Returns its error, None if all cells ran, and why training was preempted, "" if it was not.
+        Returns its error, None if all cells ran, and a text that says why training was preempted and how to resume it,
+        "" if it was not.
         """
         import nbformat
         import papermill

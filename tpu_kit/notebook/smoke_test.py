@@ -73,7 +73,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torc
 
 
 def measure_cores(config: TrainConfig) -> dict[str, Any]:
-    """Runs an all-reduce in all replicas, then repeatedly a program of bf16 matmuls.
+    """Runs an all-reduce in all replicas, then repeatedly a program of bf16 matmuls; `config` has no effect.
 
     Returns:
         A dictionary with the keys
@@ -123,7 +123,7 @@ def measure_cores(config: TrainConfig) -> dict[str, Any]:
 
 
 def compare_kernel(config: TrainConfig) -> dict[str, dict[str, float]]:
-    """Compares the splash kernel in bf16 with plain attention in fp32 on the host.
+    """Compares the splash kernel in bf16 with plain attention in fp32 on the host; `config` has no effect.
 
     Returns:
         By name in `CASES`, then for "output" and the gradients of "query", "key" and "value": the norm of the
@@ -165,7 +165,10 @@ def _splash(
 def _differentiate(
     attend: Attend, states: list[torch.Tensor], segments: torch.Tensor, rt: Runtime, dtype: torch.dtype
 ) -> list[torch.Tensor]:
-    """Returns output and gradients of query, key and value, on the host; `states`: these and the output's gradient."""
+    """Returns output and gradients of query, key and value, on the host; computes in `dtype` on the device of `rt`.
+
+    `states` are query, key, value and the gradient of the output.
+    """
     query, key, value, upstream = (tensor.to(rt.local_device, dtype) for tensor in states)
     inputs = [tensor.requires_grad_() for tensor in (query, key, value)]
     output = attend(query, key, value, segments.to(rt.local_device))
@@ -225,7 +228,10 @@ def _step(
 def _stepper(
     model: torch.nn.Module, config: TrainConfig, rt: Runtime, batch: dict[str, torch.Tensor]
 ) -> Callable[[int], torch.Tensor]:
-    """Moves model and batch to the device; returns a function: number of steps to train -> the last packed report."""
+    """Moves model and batch to the device; returns a function that trains a number of steps at a rate of 1e-4.
+
+    It returns the last step's report, on the host, for `UpdateSums.unpack`.
+    """
     state = prepare_model(model, config, rt)
     sent, rest = rt.to_device([batch, {"control": torch.tensor(Control(1e-4, 1.0, 1.0))}])
     rt.sync()
@@ -241,7 +247,10 @@ def _stepper(
 
 
 def _rows(model: Any, config: TrainConfig, count: int) -> dict[str, torch.Tensor]:
-    """Returns a batch of `count` rows, (count, data.max_length), of two documents with random, always equal tokens."""
+    """Returns a batch of `count` rows, (count, data.max_length), of two documents; random tokens, always the same.
+
+    It has input_ids below the size of the model's embedding, labels (the same), position_ids and segment_ids (1, 2).
+    """
     vocabulary, length = model.get_input_embeddings().num_embeddings, config.data.max_length
     ids = torch.randint(2, vocabulary, (count, length), generator=torch.Generator().manual_seed(1))
     first = length // 3

@@ -90,12 +90,13 @@ def verify(
 ) -> Iterator[Record]:
     """Checks this machine's devices; yields a row after each check. A failure does not stop the next checks.
 
+    The rows: cores, splash kernel, training step (two if scanned layers fail), tokens, memory, step time, small run.
     Without a device, or with a report that cannot be written, yields only one failure, "Verify" or "Report".
 
     Args:
         config: its `launch` section chooses the device.
         report: file of the report. Report and calibration are written after each check, so that a crash loses nothing.
-        announce: called with a check's name, and the limit of its launches in seconds, before the check.
+        announce: called before a check, with a text of its name and the limit of its launches in seconds.
     """
     path, at = Path(report).absolute(), Machine()
     records: list[Record] = []
@@ -213,7 +214,10 @@ class _Checks:
         return self._steps_taken[name]
 
     def _memory(self) -> dict[str, dict[str, float]]:
-        """Returns the measured peaks of `_shapes` and the compiler's, in bytes, by name; or raises NotMeasured."""
+        """Returns `compare` of the measured and the compiler's peaks of `_shapes`, in bytes, by `_name`.
+
+        Raises NotMeasured if the device or its compiler does not tell them.
+        """
         if self._backend.device_type == "cuda":
             raise NotMeasured("not measured: no compiler reports the memory of a GPU's step")
         ratios = {}
@@ -226,7 +230,7 @@ class _Checks:
         return ratios
 
     def _time(self) -> dict[str, dict[str, float]]:
-        """Returns the measured and the predicted seconds of the first of `_shapes`; or raises NotMeasured."""
+        """Returns `compare` of measured and predicted seconds of `_shapes`[0], by `_name`; or raises NotMeasured."""
         config = self._shapes()[0]
         seconds = self._step(config)["seconds"]
         assert seconds is not None
@@ -243,7 +247,14 @@ class _Checks:
     def _measure(
         self, name: str, run: Callable[[], dict[str, dict[str, float]]], bounds: tuple[float, float], against: str
     ) -> Record:
-        """Checks the ratios of measured over predicted; if all are within `bounds`, the largest goes to `measured`."""
+        """Checks the ratios of measured over predicted; if all are within `bounds`, the largest goes to `measured`.
+
+        Args:
+            name: "Memory" or "Step time": the check, and the ratio in `measured` to set, `memory` or `time`.
+            run: returns results of `compare` by run; NotMeasured skips the check.
+            bounds: smallest and largest ratio that is right.
+            against: the predicted figure in words, for the texts.
+        """
         tolerance = f"{bounds[0]} to {bounds[1]} times {against}"
         judge, action = partial(_judge_ratios, bounds=bounds, against=against), "predictions are not corrected"
         record = self._check(name, run, judge, tolerance, action)
@@ -299,7 +310,10 @@ Verdict = tuple[bool, str]  # whether the figures are right, and their descripti
 
 
 def _judge_cores(figures: Mapping[str, Any], devices: int, chip: Chip | None) -> Verdict:
-    """Returns (whether sums are right, cores at least `devices`, compiles and fallbacks 0, text that has the speed)."""
+    """Returns (whether sums are right, cores at least `devices`, and compiles and fallbacks 0; a text with the speed).
+
+    The text also has the share of the peak of `chip`, unless that is None.
+    """
     cores, count = figures["cores"], len(figures["cores"])
     total, slowest = count * (count + 1) / 2, min(core["TFLOP/s"] for core in cores)
     wrong = [f"core {one['core']} has {one['all-reduce']:g}" for one in cores if one["all-reduce"] != total]

@@ -19,7 +19,7 @@ from tpu_kit.training.outcome import BEFORE_TRAINING
 
 
 def show_pair(prepared: Prepared, number: int = 0) -> None:
-    """Shows training pair `number`, from 0: the prompt, then both replies with the compared text highlighted."""
+    """Shows training pair `number`, from 0, of `dpo`: the prompt, then both replies with compared text highlighted."""
     assert prepared.encoder is not None and prepared.train.documents.pairs is not None
     ids, mask = prepared.train.document(number)
     unit, decode = Unit(*prepared.train.documents.pairs[number].tolist()), prepared.encoder.tokenizer.decode
@@ -33,7 +33,7 @@ def show_pair(prepared: Prepared, number: int = 0) -> None:
 
 
 def show_rewards(output_dir: str | Path, held_out: int) -> None:
-    """Shows the rewards of a run and the share of pairs whose chosen reply has the larger reward.
+    """Plots, by step, a run's rewards and its shares of pairs whose chosen reply has the larger reward.
 
     Args:
         output_dir: the run's folder.

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def live(output_dir: str | Path, every: float = 5.0) -> Iterator[None]:
     """Shows the progress and the curves of a run while the `with` block runs, and at its end, also after an error.
 
-    Turns off the run's own bar, of which a notebook would keep every redraw. Outside IPython, only prints the final
+    Turns off the run's own bar, because a notebook would keep every redraw. Outside IPython, only prints the final
     losses, if the block raises nothing.
 
     Args:
@@ -76,7 +76,11 @@ def live(output_dir: str | Path, every: float = 5.0) -> Iterator[None]:
 
 
 def run_figures(records: list[dict[str, Any]]) -> dict[str, str]:
-    """Returns figures for display by name, such as "MFU", from a run's metrics records; {} without training records."""
+    """Returns texts for display by name from a run's metrics records; {} without training records.
+
+    If the records have them: resumed from, compiled programs, tokens/s/chip and MFU (medians without the first record),
+    and for `grpo` reward, groups of equal rewards, seconds of an update.
+    """
     train = [record for record in records if record["kind"] == "train"]
     if not train:
         return {}
@@ -98,7 +102,7 @@ def run_figures(records: list[dict[str, Any]]) -> dict[str, str]:
 
 
 def _progress(folder: Path, begun: float) -> Bundle:
-    """Returns a run's progress as text, from files that changed after `begun` (seconds since 1970)."""
+    """Returns a run's progress, or "starting: ...", as text from files changed after `begun` (seconds since 1970)."""
 
     def bar(share: float) -> str:
         return f"{'█' * round(40 * share):░<40}"
