@@ -29,10 +29,13 @@ def seeing(config: TrainConfig) -> TrainConfig:
 
 
 def carried(prompt: Any, files: PictureFiles | None = None) -> Any:
-    """Returns a copy of a chat in which bytes replace pictures: paths, addresses, data URLs and PIL pictures.
+    """Returns a copy of a chat, list or mapping as given, in which bytes replace paths, addresses and data URLs.
+
+    A PIL picture becomes the bytes of a PNG file. Pictures in a message become parts {"type": ..., "bytes": ...}.
 
     Args:
-        prompt: a list of messages, or a mapping with "messages" and optionally "images"; a mapping gets "images".
+        prompt: a list of messages, or a mapping with "messages" and optionally "images", a picture or a list; the
+            copy of a mapping has a list "images", empty without pictures.
         files: opens the pictures; None: any file of this computer may be opened, relative to the working directory.
 
     Raises:
@@ -82,12 +85,12 @@ def _check_places(number: int, asked: Mapping[str, Any]) -> None:
 
 
 def encode(config: TrainConfig, tokenizer: Any, prompts: Sequence[Any]) -> list[Any]:
-    """Encodes chats among prompts as token ids, like rows; chats with pictures become `PicturedIds`.
+    """Returns the prompts in order: chats as token ids up to the start of a reply; with pictures, as `PicturedIds`.
 
     Args:
         config: a run with `model.images`.
         tokenizer: tokenizer of the model or of its adapter.
-        prompts: texts, chats from `carried`, or token ids; texts and token ids are returned unchanged.
+        prompts: texts, chats from `carried` (also with "tools"), or token ids; only chats are changed.
 
     Raises:
         ValueError: the kit cannot use pictures with the model, a chat has more or fewer pictures than places, or it

@@ -136,7 +136,7 @@ class ImageColumns:
     def add(self, dataset: PackedDataset, rows: np.ndarray, tensors: dict[str, torch.Tensor]) -> None:
         """Adds the image tensors of some rows, with the names and shapes of `vision.columns_of`.
 
-        A document whose pictures cannot be decoded keeps zeros as pixels and gets no loss; prints a warning.
+        A document whose pictures cannot be decoded keeps zeros as pixels and gets no loss; warns on stderr.
 
         Args:
             dataset: the packed documents of the images.
@@ -144,7 +144,8 @@ class ImageColumns:
             tensors: result of `PackedDataset.tensors`, changed in place, its labels too.
 
         Raises:
-            BatchError: more data set rows with damaged pictures so far than `MOST_BROKEN` and `BROKEN_SHARE` allow.
+            BatchError: more data set rows with damaged pictures so far than `MOST_BROKEN` plus `BROKEN_SHARE` of
+                the documents with pictures.
         """
         processor = self._processor
         for name, (shape, dtype) in vision.columns_of(processor.sizes, self.room, dataset.length).items():
@@ -193,7 +194,7 @@ class ImageColumns:
             return error
 
     def _count_broken(self, row: int, error: RowError) -> None:
-        """Counts data set row `row` as damaged, once, and prints a warning; raises BatchError if there are too many."""
+        """Counts data set row `row` as damaged, once, and warns on stderr; BatchError, as `add`, for too many."""
         with self._lock:
             if row in self._broken:  # counted in an earlier epoch
                 return
@@ -216,9 +217,9 @@ def packed_with_images(
         tokens: their `Tokenized`.
         epoch: the `mixing.Epoch` of their numbers.
         pad_id: id of padding tokens.
-        at_least: maximum of image slots of a document that is packed, now or later.
-        room: K, if it is known; None: `data.images_per_row` or, if that is null too, `fewest_images` with packing and
-            `at_least` without.
+        at_least: the largest number of image slots of a training or held-out document.
+        room: K, if it is known; None: `data.images_per_row` or, if that is null too, with packing the result of
+            `fewest_images` for `at_least`, without packing `at_least`.
 
     Raises:
         ValueError: a document has more images or tiles than `data.images_per_row`.

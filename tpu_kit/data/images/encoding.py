@@ -33,7 +33,8 @@ class ImageEncoding:
     def in_parts(self, messages: list[dict[str, Any]], tokenizer: Any) -> list[dict[str, Any]]:
         """Turns texts with `messages.IMAGE` into lists of parts of type image and text, as chat templates expect them.
 
-        Returns new messages. If the template does not accept plain text (SmolVLM's), all texts become lists.
+        Returns a new list, and changes no message in place. If the tokenizer's template does not accept plain text
+        (SmolVLM's), all texts become lists.
         """
         template = str(tokenizer.chat_template)
         if template not in self._takes_text:
@@ -100,10 +101,10 @@ class ImageEncoding:
         return PicturedIds(found, sources, counts, self.files, self.processor)
 
     def columns(self, pictures: Sequence[Picture], slots: Sequence[list[int]]) -> dict[str, Any]:
-        """Returns the image columns of a tokenized document; `slots` are the soft tokens of the slots of every picture.
+        """Returns the image columns of a tokenized document; `slots` has the soft tokens of every slot, by picture.
 
-        The columns are "slots" (flat), "pictures" (their number), "digest" (an int64 hash of them), and "files" and
-        "stamps" of the pictures that are files.
+        The columns are "slots" (a flat list), "pictures" (their number), "digest" (an int64 hash of the pictures), and
+        the lists "files" and "stamps" of the pictures that are files.
         """
         digest = hashlib.blake2b("".join(one.digest for one in pictures).encode(), digest_size=8).digest()
         files = [one for one in pictures if one.file]

@@ -70,7 +70,7 @@ class PictureFiles:
 
     @classmethod
     def beside(cls, source: str) -> PictureFiles:
-        """Returns the opener for `source`, a file, folder, pattern or address of rows; other names have no folder."""
+        """Returns the opener for a file, FOLDER[:CONFIGURATION], pattern or address; other names have no folder."""
         if "://" in source and source.partition("://")[0] not in LocalFileSystem.protocol:
             return cls(_before_pattern(source).rpartition("/")[0])
         path = LocalFileSystem._strip_protocol(source)
@@ -125,7 +125,7 @@ class PictureFiles:
             return image.convert("RGB")
 
     def stamps(self, files: Sequence[str]) -> list[str]:
-        """Returns the current `Picture.stamp` of every path or address in `files`; empty if it cannot be found out.
+        """Returns the current `Picture.stamp` of every path or address in `files`, "" where it cannot be found out.
 
         Lists the folders of a store instead of requesting single objects.
         """
@@ -235,7 +235,7 @@ def _plain(source: Any) -> Any:
 
 
 def name_of(source: Any) -> str:
-    """Returns a name of a picture for errors: its path or address, at most 60 characters, or "of N bytes"."""
+    """Returns a name of a picture for errors: its path, address or data URL, cut to 60 characters, or "of N bytes"."""
     own = source.get("path") if isinstance(source, Mapping) else None
     plain = own or _plain(source)
     if isinstance(plain, bytes):
@@ -245,7 +245,7 @@ def name_of(source: Any) -> str:
 
 @contextlib.contextmanager
 def _described(name: str) -> Iterator[None]:
-    """Turns PIL's errors inside the context into RowErrors that name the picture."""
+    """Turns every error inside the context into a RowError that names the picture `name`."""
     try:
         yield
     except RowError:
@@ -255,7 +255,7 @@ def _described(name: str) -> Iterator[None]:
 
 
 def _image(file: BinaryIO, name: str) -> Any:
-    """Opens a picture in PIL, which reads only its header.
+    """Returns a picture opened by PIL, which reads only its header.
 
     Raises RowError for formats not in `FORMATS`, more than `MOST_PIXELS`, more than 8 bits a channel, and animations.
     """

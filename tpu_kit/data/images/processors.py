@@ -121,7 +121,7 @@ class Gemma4(ImageProcessor):
     pool: int
 
     def tokens(self, height: int, width: int) -> tuple[list[int], list[int]]:
-        """Returns `begin`, the soft tokens that the size in pixels gives, and `end`; and [number of soft tokens]."""
+        """Returns `begin`, the soft tokens (never too many) for the size in pixels, and `end`; and [their number]."""
         from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size
 
         patches = self.sizes.tokens * self.pool**2
@@ -171,7 +171,7 @@ class Idefics3(ImageProcessor):
         return (SmolVLMImageProcessorPil if self.kind == "smolvlm" else Idefics3ImageProcessorPil)(**self.settings)
 
     def tokens(self, height: int, width: int) -> tuple[list[int], list[int]]:
-        """Returns markers and soft tokens of all tiles, row by row, the whole picture last; and their soft tokens."""
+        """Returns ids with markers (tiles by row, then the whole), and `sizes.tokens` per tile; never too many."""
         _, rows, columns = self._processor.get_number_of_image_patches(height, width)
         count = self.sizes.tokens
         soft, around = [self.token_id] * count, self.ids
@@ -273,7 +273,10 @@ class Qwen(ImageProcessor):
         return Qwen2VLImageProcessorPil(**self.settings, patch_size=self.patch, merge_size=self.merge)
 
     def pixels(self, image: Image) -> tuple[np.ndarray, np.ndarray | None]:
-        """Returns patches (1, patches, numbers) uint8 in soft-token order, and their column and row, -1 padded."""
+        """Returns patches (1, patches, numbers) uint8, and their column and row (1, patches, 2) int32, -1 for padding.
+
+        Patches of a soft token are adjacent.
+        """
         made = self._processor(images=[image], do_rescale=False, do_normalize=False, return_tensors="np")
         patches, (_, rows, columns) = np.asarray(made["pixel_values"]), made["image_grid_thw"][0]
         once = patches.reshape(len(patches), 3, -1, self.patch**2)[:, :, 0].reshape(len(patches), -1)  # times are equal
@@ -345,7 +348,10 @@ class Lfm2(ImageProcessor):
         return [*ids, *self.ids[_END]], counts
 
     def pixels(self, image: Image) -> tuple[np.ndarray, np.ndarray | None]:
-        """Returns patches (slots, patches, numbers) uint8 in soft-token order, and their column and row, -1 padded."""
+        """Returns patches (slots, patches, numbers) uint8, and column and row (slots, patches, 2) int32, -1 if padded.
+
+        Slots have the order of `tokens`, which raises the same RowError. Patches of a soft token are adjacent.
+        """
         across, down, *whole = self._grids(image.height, image.width)
         side, tile, made = self.patch * self.merge, self.settings["tile_size"], list[Any]()
         if across:
@@ -484,7 +490,7 @@ def _check_gemma4(tokens: int | None) -> None:
 def _gemma3(
     model: ModelConfig, tokenizer: Any, config: Any, sizes: Sizes, given: Mapping[str, Any], tokens: int | None
 ) -> Gemma3:
-    """Returns Gemma 3's processor; raises ValueError for pan and scan, or if `tokens` is set to another number."""
+    """Returns Gemma 3's processor; ValueError for pan and scan, or if `tokens` is neither None nor `sizes.tokens`."""
     if tokens not in (None, sizes.tokens):
         raise ValueError(
             f"data.image_tokens={tokens}: a picture of Gemma 3 takes {sizes.tokens} tokens, whatever its size; set null"

@@ -65,11 +65,11 @@ class PromptImages:
         self._room = max(len(prompt.slots) for prompt in prompts if isinstance(prompt, PicturedIds))
 
     def tensors(self, prompts: Sequence[Sequence[int]], width: int, rows: int) -> dict[str, torch.Tensor]:
-        """Returns the CPU image tensors of a batch of prompts by name, padded to `rows` of `width` tokens.
+        """Returns the CPU image tensors of a batch of prompts by name, padded at the end to `rows` of `width` tokens.
 
         The tensors are pixels, patch_positions and axis_positions if `processor.sizes` has them, and image_index, as in
-        `model.families.vision`. Rows without pictures hold zeros, and -1 in image_index. If a picture cannot be
-        decoded, all pictures of its prompt are black, and a warning is printed.
+        `model.families.vision`. Rows without pictures hold zeros, -1 in image_index, and 0 to width - 1 on every axis
+        of axis_positions. If a picture cannot be decoded, all pictures of its prompt are black; warns on stderr.
 
         Raises:
             RowError: a picture is missing, its header is damaged, or its size has changed since its tokens were made.
@@ -144,7 +144,7 @@ def pixels_of(
 
 
 def png(picture: Any) -> bytes:
-    """Returns a PIL picture as a PNG file's bytes, rotated by its EXIF orientation; RGB if PNG lacks its mode."""
+    """Returns a PIL picture as PNG bytes, rotated by EXIF, CMYK and the like as RGB; OSError for modes F, I and PA."""
     from PIL import ImageOps
 
     picture, buffer = ImageOps.exif_transpose(picture), io.BytesIO()
