@@ -60,7 +60,7 @@ def read_layout(rows: Dataset, names: Sequence[str], config: DataConfig, images:
     `images` is whether rows may have images; if not, no column has that role.
 
     Raises:
-        ValueError: as `detect_layout`, or columns without a role change the meaning of a row; the text names them.
+        ValueError: as `detect_layout`, or columns without a role may change the meaning of a row; the text names them.
     """
     first = first_values(rows, names)
     empty = [name for name in names if name not in first]
@@ -91,7 +91,7 @@ def read_layout(rows: Dataset, names: Sequence[str], config: DataConfig, images:
 
 
 def _slices(rows: Dataset, name: str) -> Iterator[pa.Array]:
-    """Yields the values of a column, some rows at a time, as Arrow arrays with JSON as text and images undecoded."""
+    """Yields a column's values, None too, some rows at a time, as Arrow arrays with JSON as text, images undecoded."""
     data = rows.select_columns([name]).with_format("arrow")  # other formats decode images
     size = _SLICE_OF_IMAGES if _holds_bytes(rows.features[name]) else _SLICE
     for start in range(0, len(rows), size):
@@ -100,7 +100,7 @@ def _slices(rows: Dataset, name: str) -> Iterator[pa.Array]:
 
 
 def _holds_bytes(feature: Any) -> bool:
-    """Whether cells of a feature contain bytes of images or sounds."""
+    """Whether cells of a feature of `datasets` hold images, sounds, videos or other bytes, in nested fields too."""
     if isinstance(feature, Image | Audio | Video) or (isinstance(feature, Value) and "binary" in feature.dtype):
         return True
     if isinstance(feature, Mapping):
@@ -115,7 +115,7 @@ def _is_text(feature: Any) -> bool:
 
 
 def first_values(rows: Dataset, names: Sequence[str]) -> dict[str, Any]:
-    """Returns the first nonempty value, as of `plain_value`, of every column in `names` that has any."""
+    """Returns the first nonempty value, by `plain_value`, of every column in `names` that has any."""
     found = {}
     for name in names:
         feature = rows.features[name]
@@ -137,7 +137,7 @@ def _count(rows: Dataset, name: str, pattern: str) -> int:
 
 
 def _distinct(rows: Dataset, name: str, most: int) -> list[Any] | None:
-    """Returns sorted distinct values, texts in lower case; None if they are more than `most`, or lists or objects."""
+    """Returns sorted distinct nonempty values, texts in lower case; None if over `most`, or for lists or objects."""
     found: set[Any] = set()
     feature = rows.features[name]
     if not isinstance(feature, Value | ClassLabel | Json):
@@ -156,7 +156,10 @@ def _distinct(rows: Dataset, name: str, most: int) -> list[Any] | None:
 
 
 def _kind_of(rows: Dataset, name: str) -> str:
-    """Returns a column's kind: "turns", "tools" or "calls" of tools if any text looks so, "images" if all do; or ""."""
+    """Returns a column's kind: "turns", "tools", "calls" (of tools), "images" (also sounds and videos), or "" if none.
+
+    In a column of text, any cell that looks so decides, for "images" all cells; in other columns the feature decides.
+    """
     feature = rows.features[name]
     if _is_text(feature):
         counts = {"turns": 0, "tools": 0, "calls": 0, "images": 0}
@@ -192,7 +195,7 @@ def _kind_of(rows: Dataset, name: str) -> str:
 
 
 def _flags(rows: Dataset, names: Sequence[str]) -> dict[str, list[str]]:
-    """Returns the words by column, for columns of `names` that are named like reasoning but hold few short words."""
+    """Returns column -> its distinct words, for columns of `names` with a name of reasoning but few short words."""
     words, found = set(TABLES["flags"]["words"]), {}
     for name in names:
         if name.strip().lower() not in NAMES["reasoning"][0] or (values := _distinct(rows, name, _FEW)) is None:
@@ -229,9 +232,11 @@ def _with_last_reply(
     empty: Sequence[str],
     kinds: Mapping[str, str],
 ) -> tuple[Layout, DataConfig]:
-    """Gives the column of the last reply the role "answer" if a chat ends in a question and that column has a value.
+    """Gives a column the role "answer" if chats end in a question and the column has the last reply.
 
-    Returns layout and config, else both unchanged; ValueError if not exactly one column is in "replies" (columns.toml).
+    Returns the new layout, and the config with the role in its `columns`; or both unchanged. Raises ValueError if
+    columns may hold the reply, and not exactly one of their names is in "replies" (columns.toml). `names` are the
+    columns; `empty` and `kinds` are as in `detect_layout`.
     """
     if layout.format != "messages" or "answer" in layout.columns or "answer" in (config.columns or {}):
         return layout, config
@@ -305,7 +310,10 @@ def _switches(rows: Dataset, layout: Layout, first: Mapping[str, Any]) -> tuple[
 def _refuse(
     layout: Layout, config: DataConfig, first: Mapping[str, Any], kinds: Mapping[str, str], others: Mapping[str, str]
 ) -> None:
-    """Raises ValueError if unused columns may change a row's meaning, by name, by `kinds`, or by a text in `others`."""
+    """Raises ValueError if unused columns in `first` may change a row's meaning, by name, `kinds` or `others`.
+
+    All three are by column: first values, kinds of `_kind_of`, and descriptions from `_switches`.
+    """
     patterns = {**TABLES["refused"]["any"], **TABLES["refused"].get(layout.format, {})}
     named = {role for role, column in (config.columns or {}).items() if column}
     if layout.format == "cot" and "reasoning" in layout.columns:
@@ -350,7 +358,7 @@ def _role_for(layout: Layout, problems: Mapping[str, str]) -> str:
 
 
 def _with_values(rows: Dataset, layout: Layout) -> tuple[Layout, list[str]]:
-    """Completes the layout with facts found in the values; returns it with notes for the report."""
+    """Returns the layout with `closings` and `first_option` as found in the values, and notes for the report."""
     told = []
     if layout.filled:
         told.append(_WITHOUT)
@@ -397,7 +405,7 @@ def _with_values(rows: Dataset, layout: Layout) -> tuple[Layout, list[str]]:
 
 
 def _objects(rows: Dataset, layout: Layout, column: str) -> int:
-    """Counts the cells of a column, or of a field of a column, that are trained as JSON."""
+    """Counts the cells of a column, or of its field (dotted name), that are trained as JSON: objects and lists."""
     head = head_of(column, rows.column_names)
     feature = rows.features[head]
     if isinstance(feature, Value | ClassLabel) and head == column:
@@ -415,7 +423,7 @@ def _objects(rows: Dataset, layout: Layout, column: str) -> int:
 
 
 def _first_option(rows: Dataset, layout: Layout) -> tuple[int, list[str]]:
-    """Returns the number of the first option (0 or 1, 0 if unknown), and a note if answers are numbers of options."""
+    """Returns the number of the first option (0 or 1, 0 if unknown), and [a note], or [] if no answer is a number."""
     numbers, last = set(), False
     options, answer = layout.columns["options"], layout.columns["answer"]
     if head_of(answer, rows.column_names) != answer or head_of(options, rows.column_names) != options:
@@ -439,7 +447,7 @@ def _first_option(rows: Dataset, layout: Layout) -> tuple[int, list[str]]:
 
 
 def _notes_of_chats(rows: Dataset, layout: Layout) -> list[str]:
-    """Returns notes on chats: unread keys of messages, contents stored as JSON, and replies at the start of chats."""
+    """Returns notes on the first `_CHATS` chats: unread keys, contents stored as JSON, and replies at the start."""
     column = layout.columns.get("messages", "")
     if column not in rows.features:
         return []

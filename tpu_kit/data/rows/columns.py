@@ -45,7 +45,9 @@ def reply(reasoning: str, answer: str, config: DataConfig) -> str:
 
 
 def _split(text: str, opening: str, closing: str) -> tuple[str, str] | None:
-    """Splits a reply before and after the tag that closes its reasoning; None if the reply has no reasoning.
+    """Returns a reply's text before and after the first tag that closes its reasoning; None if it has no reasoning.
+
+    The closing tag is in neither text; an opening tag stays in the first.
 
     A tag after a space, a quote or a bracket only mentions the tag. So do all tags of a text that does not begin with
     the opening tag but contains it before the closing tag.
@@ -72,7 +74,7 @@ def answer_of(text: str, config: DataConfig) -> str:
 
 
 def in_message(message: Mapping[str, Any], config: DataConfig) -> str:
-    """Returns a message's stripped reasoning, from a key of `MESSAGE_KEYS` or tags in its content; empty if none."""
+    """Returns a message's stripped reasoning, from a key of `MESSAGE_KEYS`, else tags in its content; empty if none."""
     for key in MESSAGE_KEYS:
         if isinstance(message.get(key), str) and message[key].strip():
             return str(message[key]).strip()
@@ -83,8 +85,8 @@ def in_message(message: Mapping[str, Any], config: DataConfig) -> str:
 def with_own_tags(text: str, config: DataConfig, *, is_reply: bool = True) -> str:
     """Replaces reasoning tags of other models, such as `<|begin_of_thought|>`, by the configuration's tags.
 
-    A reply is formatted by `reply`, and keeps tags that it only mentions. In another text, such as a system prompt that
-    names the tags, all tags are replaced.
+    If `is_reply`, a reply with reasoning is formatted by `reply`; tags that it only mentions stay. Otherwise all tags
+    are replaced, as in a system prompt that names them.
     """
     for opening, closing in TABLES["tags"]:
         if closing == config.think_close or (opening not in text and closing not in text):
@@ -110,13 +112,19 @@ def _without_tags(answer: str) -> str:
 
 
 def split_solution(text: str, config: DataConfig, *, boxed: bool, closings: Collection[str] = ()) -> tuple[str, str]:
-    r"""Returns reasoning and answer of a solution; without a separator, an empty reasoning and the whole text.
+    r"""Returns reasoning and answer of a solution, both stripped; without a separator, "" and the whole text unchanged.
 
-    The separators are the tags, the `closings` (`STATED` and `MARKED`, if all rows have them), a last line of "####"
-    and a number (GSM8K) and, if `boxed`, the last \boxed{} (MATH). A box stays in the reasoning.
+    The separators, by priority: the tags, `STATED` and `MARKED` if in `closings`, a last line of "####" and a number
+    (GSM8K), and the last \boxed{} if `boxed`. A "####" after headings is no separator.
+
+    Args:
+        text: the solution.
+        config: has the reasoning tags.
+        boxed: whether the content of the last \boxed{} is the answer (MATH), and the whole text the reasoning.
+        closings: `STATED` or `MARKED`, or both, if all rows have them.
 
     Raises:
-        ValueError: nothing follows the tags or the "####".
+        ValueError: nothing follows the tags, or the "####" with `MARKED` in `closings`.
     """
     if (answer := answer_of(text, config)) != text:
         if not answer.strip():
@@ -210,7 +218,7 @@ class Layout:
         """Returns a copy of a row with `plain_value` of its cells, and with the fields of dotted names as new cells.
 
         Raises:
-            RowError: a field does not exist.
+            RowError: a field does not exist, or its cell is a text that is not valid JSON.
         """
         if not self.features and not any(column not in row for column in self.columns.values()):
             return dict(row)
@@ -242,7 +250,7 @@ def head_of(column: str, names: Collection[str]) -> str:
 
 
 def _field(value: Any, column: str, fields: str) -> Any:
-    """Returns a field (dotted path) of a cell, an object or JSON; None below None; RowError if there is none."""
+    """Returns a field (dotted path) of a cell, an object or JSON; None below None; RowError if missing or no JSON."""
     for name in fields.split("."):
         value = parsed(value, column)
         if value is not None and (not isinstance(value, Mapping) or name not in value):
@@ -252,7 +260,7 @@ def _field(value: Any, column: str, fields: str) -> Any:
 
 
 def stores_structs(feature: Any, name: str = "") -> bool:
-    """Whether a feature, with key `name`, stores contents or arguments of tool calls as structs of Arrow."""
+    """Whether a feature, with key `name` in its struct, stores contents or arguments of tool calls as Arrow structs."""
     if isinstance(feature, dict):
         return name in ("arguments", "content", "value") or any(
             stores_structs(inner, key) for key, inner in feature.items()
@@ -274,7 +282,7 @@ def detect_layout(
         config: the data section. An entry `name: ''` in `config.columns` removes the role `name`, or the role of the
             column `name`.
         empty: columns without values, or only with flags; they get no role by name.
-        kinds: kinds of values by column, such as "turns" or "calls" of tools.
+        kinds: "turns", "tools", "calls" (of tools) or "images" by column, for columns that hold such values.
         images: whether rows may have images; if not, no column has that role.
 
     Raises:
@@ -360,7 +368,10 @@ def _missing_text(
     kinds: Mapping[str, str],
     has_prompt: bool,
 ) -> str:
-    """Returns the error text for roles without a column, with the setting that names them; `fmt` may be empty."""
+    """Returns the error text for roles without a column, with the setting that names them.
+
+    `fmt` is empty if no format fits. `has_prompt` is whether a column could be the prompt.
+    """
     if not fmt and {"chosen", "rejected"} <= {column.strip().lower() for column in columns}:
         return (
             "preference rows, pairs of a chosen and a rejected reply, are for dpo. To train on only the chosen "
@@ -380,7 +391,10 @@ def _missing_text(
 
 
 def _asks_in_turns(asked: str, answer: str | None, columns: Collection[str]) -> str:
-    """Returns the error text for a column of messages without replies, as in data sets for GRPO in TRL and verl."""
+    """Returns the error text for a column `asked` of messages without replies, as for GRPO in TRL and verl.
+
+    `answer` is the column of the answers; None: the text names a likely column.
+    """
     given = answer or next((f"{name}.ground_truth" for name in columns if name == "reward_model"), "COLUMN")
     return (
         f"column {asked!r} holds messages without a reply. For grpo set data.format=prompt and data.columns={{prompt: "
@@ -390,7 +404,10 @@ def _asks_in_turns(asked: str, answer: str | None, columns: Collection[str]) -> 
 
 
 def _format(config: DataConfig, find: Callable[[str], str | None], kinds: Mapping[str, str]) -> str:
-    """Returns `data.format` or, if it is "auto", the first format that the columns fit; empty if they fit none."""
+    """Returns `data.format` or, if it is "auto", the first format that the columns fit; empty if they fit none.
+
+    `find` returns the column of a role, or None.
+    """
     if config.format != "auto":
         return config.format
     named = {role for role, column in (config.columns or {}).items() if column} - {"system", "tools"}

@@ -25,7 +25,7 @@ class RowError(ValueError):
 
 
 def text_of(value: Any, place: str) -> str:
-    """Returns a value as text; whole numbers have no decimal point.
+    """Returns a value as text: a text unchanged, whole numbers without a decimal point, objects and lists as JSON.
 
     Args:
         value: text, a number, an object or a list.
@@ -89,7 +89,10 @@ def parsed(value: Any, column: str) -> Any:
 
 
 def without_none(value: Any, filled: bool = True) -> Any:
-    """Returns a value without keys that are None; inside contents and arguments only if Arrow `filled` them in."""
+    """Returns a value without keys that are None, at any depth.
+
+    If `filled` is false, the values of the keys arguments, content and value stay as they are.
+    """
     if isinstance(value, Mapping):
         kept = () if filled else ("arguments", "content", "value")
         return {
@@ -99,7 +102,7 @@ def without_none(value: Any, filled: bool = True) -> Any:
 
 
 def is_filled(value: Any) -> bool:
-    """Whether a cell holds more than None, white space, NaN, or a list or struct of only these."""
+    """Whether a cell holds more than None, white space, NaN, or a list or object of only these; 0 and False count."""
     if isinstance(value, str):
         return bool(value.strip())
     if isinstance(value, Mapping):
@@ -118,7 +121,8 @@ def switch(value: Any) -> bool | None:
 def plain_value(value: Any, feature: Any) -> Any:
     """Converts a value of Arrow to the form that its author wrote.
 
-    Decodes JSON, replaces class numbers by names, rounds a float32 to its shortest text, and removes keys with None.
+    Decodes JSON, replaces class numbers by names (None for no class), rounds a float32 to its shortest text, and
+    removes keys with None.
 
     Args:
         value: a value of `without_decoding`; lists and objects may be decoded already.
@@ -149,7 +153,7 @@ def decoded(value: Any, feature: Any) -> Any:
 
 
 def without_decoding(rows: Dataset) -> Dataset:
-    """Returns the data set with JSON as text and images as bytes: `datasets` decodes 0.3 as 0.30000000000000004."""
+    """Returns the rows with JSON as text (`datasets` would change 0.3) and images as {"bytes": ..., "path": ...}."""
 
     def changed(feature: Any) -> Any:
         if isinstance(feature, Json):
@@ -174,7 +178,7 @@ def options_of(value: Any, column: str) -> dict[str, str]:
     """Reads the options of a question; returns the texts by label, which is A, B, ... if not given; {} if empty.
 
     Accepts a list of texts, also with letters ("A) yes"), {"label": [...], "text": [...]}, an object from label to
-    text, or a list of objects with a label and a text. The JSON text of these is also accepted.
+    text, or a list of objects with a label and a text. The JSON text of these is also accepted. `column` is for errors.
 
     Raises:
         RowError: the value has another form, too few or equal labels, or more than 26 texts without labels.

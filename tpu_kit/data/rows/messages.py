@@ -75,8 +75,8 @@ def read_messages(
         column: name of its column.
         first: index in `value` of the first message that may carry loss; an empty reply from there on is an error.
         system: text of a system turn, added as the first message if there is none; None or empty: none is added.
-        config: the data section.
-        layout: layout of the rows.
+        config: the data section; its reasoning tags replace other models' tags.
+        layout: layout of the rows; has the keys to leave out, and whether messages may have images.
 
     Raises:
         RowError: a message cannot be read, a system column and turn differ, or no reply from `first` on carries loss.
@@ -121,7 +121,10 @@ def _skip_greeting(messages: list[dict[str, Any]]) -> None:
 
 
 def _message(turn: Mapping[str, Any], name: str, config: DataConfig, has_images: bool = False) -> dict[str, Any]:
-    """Returns a turn of any known form as a message; raises RowError if it cannot be read."""
+    """Returns a turn of any known form as a new message; raises RowError, with `name`, if it cannot be read.
+
+    If `has_images`, its pictures go to the key "images", and `IMAGE` marks their places; if not, they are refused.
+    """
     message, images = dict(turn), list[Any]() if has_images else None
     if "from" in message and "role" not in message:  # ShareGPT
         message["role"] = message.pop("from")
@@ -200,7 +203,7 @@ def _column(name: str) -> str:
 
 
 def _read_switches(message: dict[str, Any], name: str) -> None:
-    """Replaces keys that switch the loss of a message on or off: sets `train: false` if it is off, else no key.
+    """Replaces keys of `message` that switch its loss on or off by `train: false` if it is off, else by no key.
 
     Raises RowError if a switch is neither true nor false, if switches differ, or if `train` is on but not in a reply.
     """
@@ -226,7 +229,7 @@ def _read_switches(message: dict[str, Any], name: str) -> None:
 
 
 def _of_whole_text(details: Any, key: str, content: Any, name: str) -> bool:
-    """Returns the switch of character ranges; raises RowError if they differ or do not cover the whole text."""
+    """Returns the switch of character ranges `details`; RowError if they differ or do not cover the text `content`."""
     refused = RowError(
         f"{name} has {key}, loss on parts of a text, which is not supported; split the turn, or delete it"
     )
@@ -276,7 +279,11 @@ def becomes_json(content: Any) -> bool:
 
 
 def content_text(value: Any, place: str) -> str:
-    """Returns a content as text, as `text_of`, or the joined text of parts; RowError for a message and other parts."""
+    """Returns the joined text of a list of text parts, or another content by `text_of`; `place` is for errors.
+
+    Raises RowError as `text_of`, for a whole message (an object with a role and a content), and for parts of other
+    types, such as images and reasoning.
+    """
     if isinstance(value, Mapping) and role_of(value) in _ROLES and "content" in value:
         column = _column(place)
         raise RowError(
@@ -305,9 +312,9 @@ def picture_of(part: Mapping[str, Any]) -> Any:
 
 
 def _read_parts(parts: list[Any], name: str, images: list[Any] | None = None) -> tuple[str, str]:
-    """Returns text and reasoning of parts; appends `picture_of` parts to `images`; RowError for other parts.
+    """Returns text (joined) and reasoning (joined by line breaks) of parts; raises RowError for parts of other types.
 
-    If `images` is None, pictures are refused too.
+    Appends the pictures, by `picture_of`, to `images`, and marks their places by `IMAGE`; None: pictures are refused.
     """
     texts, thoughts = [], []
     for part in parts:
@@ -338,6 +345,8 @@ def _thoughts_of_keys(message: dict[str, Any], name: str) -> dict[str, str]:
 
 def _thought(value: Any, name: str, advice: str) -> str:
     """Converts reasoning to text, from text, a list of texts, or objects with a text; empty for a word such as N/A.
+
+    `name` begins the text of an error, and `advice` ends it.
 
     Raises:
         RowError: the value has another form (encrypted, a setting, a flag such as "true"), or texts that differ.
@@ -372,7 +381,7 @@ def _texts(value: Any) -> list[str]:
 
 
 def thought_of_column(value: Any, column: str) -> str:
-    """Returns the reasoning of a cell; empty if the cell is empty or a word such as N/A; RowError as `_thought`."""
+    """Returns the reasoning of a cell, a number as text; "" if empty or a word such as N/A; RowError as `_thought`."""
     if not is_filled(value):
         return ""
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -381,7 +390,10 @@ def thought_of_column(value: Any, column: str) -> str:
 
 
 def _with_thoughts(message: dict[str, Any], thoughts: dict[str, str], name: str, config: DataConfig) -> dict[str, Any]:
-    """Returns a reply with its reasoning under a key of `MESSAGE_KEYS`; RowError if reasonings differ, or no reply."""
+    """Returns a message with its reasoning `thoughts`, by key, under one key of `MESSAGE_KEYS`; unchanged without any.
+
+    Raises RowError if the reasonings, also in tags in its content, differ, or if the message is no reply.
+    """
     if not thoughts:
         return message
     if message["role"] != "assistant":
@@ -399,7 +411,10 @@ def _with_thoughts(message: dict[str, Any], thoughts: dict[str, str], name: str,
 
 
 def _read_calls(message: dict[str, Any], name: str) -> None:
-    """Moves a message's calls, under any known key or role, to `tool_calls`, as `read_calls`; may raise RowError."""
+    """Moves a message's calls, under any known key or role, to its `tool_calls`; raises RowError as `read_calls`.
+
+    A message with a role for calls gets the role assistant and an empty content.
+    """
     calls: list[Any] = []
     if is_filled(given := message.pop("tool_calls", None)):
         calls = read_calls(given, name)
@@ -419,9 +434,9 @@ def are_calls(value: Any) -> bool:
 
 
 def read_calls(value: Any, name: str) -> list[dict[str, Any]]:
-    """Returns calls, or their JSON text, as a list of {"type": "function", "function": {"name": ..., "arguments": {}}}.
+    """Returns a list of {"type": "function", "function": {"name": ..., "arguments": {...}}}.
 
-    Other keys, such as an id, are kept.
+    `value` is a call, a list of calls, or the JSON text of either. Other keys, such as an id, are kept.
 
     Raises:
         RowError: a call has no function name, or arguments that cannot be read; `name` tells where the calls are.
@@ -446,7 +461,10 @@ def _function_of(call: Any) -> Mapping[str, Any] | None:
 
 
 def _arguments(call: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Returns a call's arguments under any known key, {} without any; RowError for several keys or no JSON object."""
+    """Returns a call's arguments, an object or its JSON text under any known key; {} without arguments.
+
+    Raises RowError for several such keys, for an unknown key in their place, and for no JSON object.
+    """
     name = f"{name} calls {call['name']!r}"
     given = {key: call[key] for key in _ARGUMENTS if call.get(key) is not None}
     if len(given) > 1:
@@ -465,7 +483,9 @@ def _arguments(call: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def read_tools(value: Any, column: str) -> list[dict[str, Any]] | None:
-    """Returns tools, or their JSON text, as [{"type": "function", "function": {"name": ...}}]; None if there are none.
+    """Returns a tool, a list of tools, or their JSON text as a list of {"type": "function", "function": {...}}.
+
+    A function has its name and, if the tool has any, its parameters as JSON Schema. None if there are no tools.
 
     Raises:
         RowError: a tool has no name, or the cell or a tool is not valid JSON.

@@ -49,10 +49,10 @@ def own_function(name: str) -> Callable[..., Any] | None:
 
 
 def own_rows(rows: Dataset, name: str, function: Callable[..., Any], source: str, processes: int | None) -> Dataset:
-    """Applies the user's function to rows, and adds `LOCATION` and `PROBLEM`; caches the result in a file.
+    """Returns the results of the user's function as rows, with `LOCATION` and `PROBLEM`; caches them in a file.
 
-    If the function raises an error, or returns another type than in `_json`, the row has a problem and no values. The
-    file depends on the rows and the function's code.
+    A text is the column "text", a list "messages", an object gives its keys. If the function raises an error, or
+    returns another type, the row has a problem and no values. The file depends on the rows and the function's code.
 
     Args:
         rows: result of `without_decoding`; a row with a problem keeps it, and the function does not get it.
@@ -88,7 +88,7 @@ def own_rows(rows: Dataset, name: str, function: Callable[..., Any], source: str
 
 
 def _hash_of(function: Callable[..., Any], name: str) -> str:
-    """Hashes a function of a notebook's cell or a script, with variables that it reads; ValueError if it cannot."""
+    """Returns a hash of a notebook's or script's function, with variables that it reads; ValueError if that fails."""
     try:
         return str(Hasher.hash(function))
     except Exception as error:  # pickling a variable may raise any error
@@ -106,7 +106,7 @@ def _records(made: Dataset, places: Sequence[str]) -> Iterator[tuple[str, Record
 
 
 def _made(cells: Mapping[str, list[Any]], name: str, function: Callable[..., Any], features: Features) -> Any:
-    """Returns "made" (JSON of a result) and "problem" of every row of a batch; either is empty."""
+    """Returns {"made": [JSON of a result, ...], "problem": [...]} for a batch of rows; per row, either is empty."""
     names = [column for column in cells if column not in (LOCATION, PROBLEM)]
     count = len(next(iter(cells.values())))
     rows = [{column: decoded(cells[column][i], features[column]) for column in names} for i in range(count)]
@@ -118,7 +118,7 @@ def _made(cells: Mapping[str, list[Any]], name: str, function: Callable[..., Any
 
 
 def _results(rows: list[dict[str, Any]], name: str, function: Callable[..., Any]) -> list[tuple[str, str]]:
-    """Returns (JSON, problem) of every row; if a call with all rows fails, calls the function with single rows."""
+    """Returns (JSON, "") or ("", problem) for every row; if a call with all `rows` fails, makes calls with [row]."""
     if "rows" not in inspect.signature(function).parameters:
         return [_result(row, name, function) for row in rows]
     try:

@@ -16,7 +16,7 @@ _TRAINED_KEYS = ("tool_calls", "function_call", *MESSAGE_KEYS, *TABLES["message_
 
 
 def read_pair(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
-    """Reads the chosen conversation of a row; its field `rejected` is the rejected conversation.
+    """Reads the chosen conversation of a row of `Layout.plain`; its field `rejected` is the rejected conversation.
 
     The prompt is a list of messages, the text of a question, which becomes a user turn, or plain text in a column
     `prompt`, as in TRL. A row without a prompt has it at the start of both replies: equal turns, or whole words.
@@ -46,9 +46,10 @@ def read_pair(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Con
 
 
 def read_labelled(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
-    """Reads a prompt with a reply, and sets `Conversation.label`, which is true for a good reply.
+    """Reads a prompt with a reply from a row of `Layout.plain`; sets `Conversation.label`, true for a good reply.
 
-    The prompt is as in `read_pair`. Without a column `completion` the reply is the last turn of the messages.
+    The prompt is messages, a question or plain text, as in `read_pair`; a text without a prompt is plain text. Without
+    a column `completion` the reply is the last turn of the messages.
 
     Raises:
         RowError: as `schemas.conversation`; the label is neither true nor false; or there is no reply.
@@ -82,7 +83,7 @@ def _as_completion(row: Mapping[str, Any], layout: Layout) -> tuple[Layout, dict
 
 
 def _side(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
-    """Reads the cells "prompt" and "completion" as a conversation; raises RowError as `read_completion`."""
+    """Reads the cells "prompt" and "completion" as `read_completion`; text with an empty prompt is plain text."""
     prompt, reply = row[_PROMPT], row[_COMPLETION]
     if prompt == "" and isinstance(reply, str):
         if not reply.strip():
@@ -109,7 +110,7 @@ def _prompt(row: Mapping[str, Any], layout: Layout) -> Any:
 
 
 def _reply(row: Mapping[str, Any], column: str, layout: Layout) -> str | list[Any]:
-    """Returns a reply as text or as messages; raises RowError if it is empty, or a list of several texts."""
+    """Returns a reply as text or as messages; RowError if it is empty, a list of several texts, or another value."""
     value = row.get(column)
     if column in layout.chats:
         value = parsed(value, column)
@@ -129,7 +130,10 @@ def _reply(row: Mapping[str, Any], column: str, layout: Layout) -> str | list[An
 
 
 def _of_turns(prompt: Any, chosen: list[Any], rejected: list[Any], columns: Mapping[str, str]) -> tuple[Any, Any, Any]:
-    """Returns the messages of the prompt and of both replies, which may be whole chats; RowError without a prompt."""
+    """Returns the messages of the prompt, the chosen and the rejected reply; RowError without a common prompt.
+
+    `prompt` may be None, text or messages; `chosen` and `rejected` may be whole chats. `columns` by role is for errors.
+    """
     same = 0
     while same < min(len(chosen), len(rejected)) - 1 and _same_turn(chosen[same], rejected[same]):
         same += 1
@@ -163,7 +167,10 @@ def _same_turn(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 
 def _of_texts(chosen: str, rejected: str) -> tuple[str, str, str]:
-    """Returns the common prefix of two texts, in whole words, and the rest of both, which begins with the space."""
+    """Returns the common prefix of two texts, in whole words, and the rests of `chosen` and of `rejected`.
+
+    A space between prefix and rest belongs to the rest, a line break to the prefix.
+    """
     same = common_length(chosen, rejected)
     while same and not chosen[same - 1].isspace():
         same -= 1

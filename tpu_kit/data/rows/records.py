@@ -66,7 +66,7 @@ def read_records(system: Any, file: str, separator: str | None) -> Iterator[Reco
 
 
 def read_lines(system: Any, file: str, start: int, end: int) -> Iterator[Record]:
-    """Yields the rows of a part of a JSON lines file: of all lines that begin in a range of bytes.
+    """Yields the rows of a part of a JSON lines file: of all nonblank lines that begin in a range of bytes.
 
     Their locations are "byte N", because the lines before the part are not read; `line_of` converts them.
 
@@ -111,7 +111,7 @@ def line_of(system: Any, file: str, location: str) -> str:
 
 
 def _text_lines(stream: Any, file: str) -> Iterator[str]:
-    """Yields the lines of a text stream; raises ValueError at a line that is not UTF-8 or has NUL bytes."""
+    """Yields the lines of a text stream, with their ends; raises ValueError at a line that is not UTF-8 or has NUL."""
     for number, line in enumerate(stream, start=1):
         try:
             line.encode()  # bytes that are not UTF-8 were read as surrogates
@@ -127,7 +127,10 @@ def _text_lines(stream: Any, file: str) -> Iterator[str]:
 
 
 def _json(stream: Any, file: str) -> Iterator[Record]:
-    """Yields the rows of an array of objects or of JSON lines; raises ValueError for an array that is not valid."""
+    """Yields the rows of an array of objects, or of JSON lines; a line that is not valid gives a row with a problem.
+
+    Raises ValueError for an array that is not valid, and as `_text_lines`.
+    """
     begin = next((line for line in stream if line.strip()), "")
     stream.seek(0)
     if begin.lstrip().startswith("["):  # an array of rows, possibly over many lines, or an array per line
@@ -145,7 +148,7 @@ def _json(stream: Any, file: str) -> Iterator[Record]:
 
 
 def _decode(text: str, line: int) -> tuple[Any, str, str]:
-    """Decodes JSON that begins on `line`; returns its value or None, its location, and an error (empty if valid)."""
+    """Decodes JSON from `line` on; returns its value or None, "line N" (with an error's column), and an error or ""."""
     try:
         return _DECODER.decode(text), f"line {line}", ""
     except json.JSONDecodeError as error:
@@ -173,7 +176,7 @@ _NOT_FINITE = (math.inf, -math.inf)
 
 
 def as_record(value: Any, location: str) -> Record:
-    """Makes a row from a decoded value; with a problem if it is no object or has half of a surrogate pair.
+    """Returns the row of a decoded value; with a problem if it is no object or has half of a surrogate pair.
 
     Cells that are NaN or infinite become None.
     """
@@ -267,7 +270,10 @@ def _feature(types: set[type]) -> Any:
 
 
 def stored_cell(cell: Any, feature: Any) -> Any:
-    """Converts a cell to its column's type: to JSON text, or to text, where 2.0 is 2; None and numbers stay."""
+    """Returns a cell for a column of `feature`: JSON text for Json, text for strings (2.0 is "2"), else unchanged.
+
+    None stays None.
+    """
     if cell is None or (isinstance(feature, Value) and feature.dtype != "string"):
         return cell
     if isinstance(feature, Json):

@@ -69,7 +69,10 @@ class Conversation(NamedTuple):
 
     @property
     def asked(self) -> Any:
-        """The prompt: the messages before the last reply with its start `begun`, or the text before the completion."""
+        """The prompt: the messages before the last reply, with its start `begun`, if any, as a last message.
+
+        For plain text, the text before the completion.
+        """
         if isinstance(self.messages, str):
             return self.messages[: self.first]
         last = max(i for i, message in enumerate(self.messages) if message["role"] == "assistant")
@@ -123,7 +126,7 @@ def _function(tool: Any) -> Any:
 
 
 def _json(value: Any) -> str:
-    """Returns a value as canonical JSON: sorted keys, no empty values, 2.0 as 2."""
+    """Returns a value as canonical JSON: sorted keys, no keys with None, {} or [], 2.0 as 2, other types as text."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, Mapping):
@@ -142,7 +145,7 @@ def _hash(text: str) -> int:
 
 
 def as_text(asked: Any) -> str:
-    """Formats `Conversation.asked` for display: only the question, or all messages with their roles."""
+    """Formats `Conversation.asked` for display: a text, a single message's content, or lines "role: content"."""
     if isinstance(asked, str):
         return asked
     if len(asked) == 1:
@@ -178,7 +181,7 @@ def conversation(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> 
 
 
 def _of_row(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
-    """Reads a row of `Layout.plain` without adding `data.system_prompt` or images; raises RowError if unwanted."""
+    """Reads a row of `Layout.plain` without adding `data.system_prompt` or images; RowError as `conversation`."""
     for column in layout.switches:
         if is_wanted(column, row.get(column)) is False:
             raise RowError(
@@ -190,7 +193,11 @@ def _of_row(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conve
 
 
 def _with_images(talk: Conversation, row: Mapping[str, Any], layout: Layout) -> Conversation:
-    """Moves the messages' images to `images`; places without one get the column's; RowError if they are not as many."""
+    """Moves the messages' images to `images`; images of the row's column fill the places without an image, in order.
+
+    If messages have neither images nor places, the first user turn begins with the column's images. Raises RowError if
+    places and images are not as many, or if images are for plain text or a chat without a user turn.
+    """
     column = layout.columns.get("images", "")
     given = _images_of(row.get(column), column)
     if isinstance(talk.messages, str):
@@ -226,7 +233,11 @@ def read_text(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Con
 
 
 def read_chat(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
-    """Reads a chat; `first` is its first reply with loss, or the last reply if in own columns; may raise RowError."""
+    """Reads the chat of a row of `Layout.plain`; `first` is the index of its first reply with loss.
+
+    If other columns add the last reply, `first` is the index of its first message with loss. Raises RowError as
+    `conversation`.
+    """
     columns = layout.columns
     system, tools = _system(row, layout, config), _tools(row, layout)
     turns = parsed(row.get(columns["messages"]), columns["messages"])
@@ -239,7 +250,11 @@ def read_chat(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Con
 
 
 def read_prompt(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
-    """Reads a prompt (text or messages) for runs that sample replies; its reply is `NO_REPLY`; may raise RowError."""
+    """Reads the prompt, text or messages, of a row of `Layout.plain`, for runs that sample replies.
+
+    The reply is `NO_REPLY`; it continues a prompt that ends in a reply. Raises RowError as `conversation`, and as
+    `expected_answer`.
+    """
     columns = layout.columns
     system, tools = _system(row, layout, config), _tools(row, layout)
     asked = row.get(columns["prompt"])
@@ -252,7 +267,10 @@ def read_prompt(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> C
 
 
 def read_problem(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
-    """Reads a question, its answer and any reasoning; replies in the `history` carry loss too; may raise RowError."""
+    """Reads a question, its answer and any reasoning, from a row of `Layout.plain`, as a chat.
+
+    Replies in the `history` carry loss too. Raises RowError as `conversation`.
+    """
     column, system, tools = layout.columns["question"], _system(row, layout, config), _tools(row, layout)
     question, reasoning, answer = problem(row, layout, config).values()
     earlier = history(row, layout)
@@ -266,7 +284,10 @@ def read_problem(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> 
 def _reply(
     row: Mapping[str, Any], layout: Layout, config: DataConfig, tools: list[Any] | None, reasoning: str, answer: str
 ) -> dict[str, Any]:
-    """Makes the message of a reply; an answer that is a list of calls of the row's tools becomes tool calls."""
+    """Returns the message of a reply: its reasoning, if not empty, and `answer`; raises RowError as `_calls`.
+
+    If the row's column of answers holds calls of its `tools`, they replace `answer` as tool calls.
+    """
     called = _calls(row, layout.columns["answer"], tools)
     if called:
         thought = {"reasoning_content": reasoning} if reasoning else {}
@@ -286,7 +307,11 @@ def _calls(row: Mapping[str, Any], column: str, tools: list[Any] | None) -> list
 
 
 def read_completion(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
-    """Reads a prompt and its completion: two texts, or messages and text or messages; raises as `conversation`."""
+    """Reads the prompt and the completion of a row of `Layout.plain`: two plain texts, or a chat.
+
+    A prompt of messages may have a completion of text, which becomes a reply, or of messages. Raises RowError as
+    `conversation`, for a text before messages, and for plain text with a system turn or tools.
+    """
     columns = layout.columns
     prompt, completion = (_turns(row, columns[role], layout) for role in ("prompt", "completion"))
     if isinstance(prompt, list) and prompt and all(isinstance(turn, Mapping) for turn in prompt):
@@ -323,7 +348,7 @@ def _turns(row: Mapping[str, Any], column: str, layout: Layout) -> Any:
 
 
 def history(row: Mapping[str, Any], layout: Layout) -> list[dict[str, Any]]:
-    """Returns the turns before the question, from messages or [question, reply] pairs; RowError for other values."""
+    """Returns the turns before the question, [] if none, from messages or [question, reply] pairs; else RowError."""
     column = layout.columns.get("history", "")
     value = row.get(column)
     if isinstance(value, str) and value.lstrip().startswith("["):
@@ -345,9 +370,9 @@ def history(row: Mapping[str, Any], layout: Layout) -> list[dict[str, Any]]:
 
 
 def _continued(messages: list[dict[str, Any]], first: int, tools: list[Any] | None) -> Conversation:
-    """Makes a conversation; the reply continues a prompt that ends in a reply (RowError unless both are text).
+    """Makes a conversation; `first` is the index of the first message after the prompt.
 
-    `first` is the index of the first message after the prompt.
+    If the prompt ends in a reply, the next reply is joined to it; RowError unless both are text and end the chat.
     """
     words, reply = messages[first - 1 : first + 1] if first else ({"role": ""}, messages[0])
     if words["role"] != "assistant" or reply["role"] != "assistant":
@@ -365,7 +390,8 @@ def problem(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> dict[
     The question includes its context and its options. An answer that is the number of an option becomes its label.
 
     Raises:
-        RowError: a cell is empty, or no text, number, object or list; or the answer fits no option, or two.
+        RowError: a cell is empty, or no text, number, object or list; the answer fits no option, or two; or reasoning
+            is both in its column and in tags, or in tags without an answer.
     """
     columns = layout.columns
     question = question_of(row, layout)
@@ -377,7 +403,7 @@ def problem(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> dict[
 
 
 def question_of(row: Mapping[str, Any], layout: Layout) -> str:
-    """Returns the question of a row with its context; raises RowError if a cell is empty or not text."""
+    """Returns the question of a row with its context, if it has any; raises RowError as `content_text`."""
     columns = layout.columns
     question = _cell(row, columns["question"])
     if not is_filled(row.get(columns.get("context", ""))):
@@ -391,7 +417,7 @@ def question_of(row: Mapping[str, Any], layout: Layout) -> str:
 def expected_answer(row: Mapping[str, Any], layout: Layout) -> Any:
     """Returns the expected answer of a row of `Layout.plain`: a text, or a list of alternative texts.
 
-    Numbers become texts; an empty cell, true and false are returned unchanged.
+    Numbers become texts; an empty cell, true and false are returned unchanged. None without a column "answer".
 
     Raises:
         RowError: the cell holds an object, or a list of other values than texts and numbers.
@@ -411,7 +437,10 @@ def expected_answer(row: Mapping[str, Any], layout: Layout) -> Any:
 
 
 def _solved(row: Mapping[str, Any], layout: Layout, config: DataConfig, options: Mapping[str, str]) -> tuple[str, str]:
-    """Returns the reasoning (empty if there is none) and the answer from columns or tags; RowError if both have one."""
+    """Returns reasoning, or "", and answer, from columns or `split_solution`; RowError if both hold reasoning.
+
+    `options` has the texts by label. Raises RowError also as `_chosen`.
+    """
     columns = layout.columns
     answer = with_own_tags(
         _chosen(_cell(row, columns["answer"]), options, columns["answer"], layout.first_option), config
@@ -433,7 +462,11 @@ def _solved(row: Mapping[str, Any], layout: Layout, config: DataConfig, options:
 
 
 def _chosen(answer: str, options: Mapping[str, str], column: str, first: int) -> str:
-    """Returns the answer, or the label of the option with that number, from `first`; RowError if none or two fit."""
+    """Returns the answer, or the label of its option if it is the number of an option, counted from `first`.
+
+    `options` has the texts by label; `column` is for errors. Raises RowError for a number that is neither an option nor
+    a number of an option, or both; and for a letter that is no label.
+    """
     said = answer.strip()
     if not options or said in options:
         return answer
@@ -450,7 +483,10 @@ def _chosen(answer: str, options: Mapping[str, str], column: str, first: int) ->
 
 
 def final_answer(talk: Conversation, config: DataConfig) -> str:
-    """Returns the last reply (also `NO_REPLY`) or completion, without reasoning; empty for text without a prompt."""
+    """Returns the last reply (also `NO_REPLY`) or completion, without reasoning in tags, stripped.
+
+    Empty for text without a prompt, and for a reply that only calls tools.
+    """
     if isinstance(talk.messages, str):
         said = talk.messages[talk.first :] if talk.first else ""
     else:
@@ -460,7 +496,7 @@ def final_answer(talk: Conversation, config: DataConfig) -> str:
 
 
 def _system(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> str | None:
-    """Returns the text of the row's column for the system turn; None if it is empty or missing."""
+    """Returns the text of a row's column for the system turn, None if empty or missing; RowError as `content_text`."""
     column = layout.columns.get("system", "")
     value = row.get(column)
     if not is_filled(value):
@@ -477,7 +513,11 @@ def _tools(row: Mapping[str, Any], layout: Layout) -> list[Any] | None:
 def _last_turn(
     turns: list[Any], row: Mapping[str, Any], layout: Layout, config: DataConfig, tools: list[Any] | None
 ) -> list[dict[str, Any]]:
-    """Returns the last reply of a chat from separate columns; empty if the chat has it; RowError if it has another."""
+    """Returns the messages of a chat's last reply from other columns; [] if `turns` end in that reply.
+
+    Also [] if `turns` end in a reply and the column is empty. Raises RowError if they end in another reply, or as
+    `_solved` and `_reply`.
+    """
     columns = layout.columns
     given = _turns(row, columns["answer"], layout)
     is_answered = bool(turns) and isinstance(turns[-1], Mapping) and role_of(turns[-1]) == "assistant"

@@ -65,13 +65,14 @@ def load_rows(source: str, split: str = "train", seed: int = 0, *, skip: bool = 
         source: "embedded", "embedded-pairs" or "embedded-images", a path, glob or URL (`gs://...`) of files, a folder
             of `save_to_disk`, a folder laid out like a data set of the hub, or a data set of the hub. If the last two
             have several configurations, name one after a colon (`openai/gsm8k:main`).
-        split: name of a split, optionally with a slice, as in `train[:1000]`; not for a folder of `save_to_disk`. Files
-            have the single split `train`.
+        split: name of a split, optionally with a slice, as in `train[:1000]`. Files have the single split `train`;
+            generated rows have `train` and `eval`, with only slices such as `[:1000]`, of any length.
         seed: seed of generated rows.
-        skip: as in `check_rows`; an unreadable row stays, its cells are None.
+        skip: as in `check_rows`; an unreadable row of JSON or CSV stays, its cells are None.
 
     Raises:
-        ValueError: the source or split does not exist, cannot be read or has no rows, or as `check_rows`.
+        ValueError: the source or split does not exist, cannot be read or has no rows; or a row of JSON or CSV cannot be
+            read, unless `skip` allows it.
     """
     if source == "embedded":
         rows = _embedded(split, seed)
@@ -113,7 +114,10 @@ def check_rows(rows: Dataset, problems: Sequence[str | None], source: str, *, sk
 
 
 def check_found(found: Sequence[tuple[str, str]], bad: int, read: int, source: str, *, skip: bool) -> tuple[str, ...]:
-    """Checks as `check_rows`, given the numbers of bad and of all rows; `found` has location and problem of some."""
+    """Checks and returns as `check_rows`: `bad` is the number of bad rows, `read` the number of all rows.
+
+    `found` has location and problem of the first `SHOWN` bad rows.
+    """
     shown = tuple(f"{location}: {problem}" for location, problem in found)
     most = 2 * bad > read
     if not bad or (skip and not most):
@@ -161,7 +165,8 @@ class Files(NamedTuple):
 def find_files(source: str, split: str) -> Files | None:
     """Finds the files of a path, folder, glob or URL; None for another name, such as a data set of the hub.
 
-    Raises ValueError for missing files or splits, unknown kinds, and a list of data sets of LLaMA-Factory.
+    `split` is "train" except for a folder (or FOLDER:CONFIGURATION); a slice after it is ignored. Raises ValueError for
+    missing files or splits, unknown kinds, and a list of data sets of LLaMA-Factory.
     """
     if registry := _registry(source):
         raise ValueError(registry)
@@ -178,9 +183,10 @@ def find_files(source: str, split: str) -> Files | None:
 
 
 def _folder_files(folder: str, subset: str, split: str) -> Files:
-    """Finds the files of a folder's split as `datasets` does, by README and file names; `subset` is a configuration.
+    """Finds the files of a folder's split as `datasets` does, by README and file names; ignores a slice of `split`.
 
-    Raises ValueError for a missing or unclear configuration, a missing split, other data files, and mixed kinds.
+    `subset` is a configuration; empty for the default or the only configuration. Raises ValueError for a missing or
+    unclear configuration, a missing split, other data files, and mixed kinds.
     """
     advice = f"data source {folder}: a folder; name the files in it, such as {Path(folder, '*.jsonl')}"
     logging.getLogger("huggingface_hub.repocard").setLevel(logging.ERROR)  # it warns about a README without metadata
@@ -237,7 +243,10 @@ def kind_of(path: str) -> str | None:
 
 
 def _from_text(source: str, split: str, files: Files) -> Dataset:
-    """Returns the rows of JSON or CSV files, from a cached Arrow file for their paths, sizes and times."""
+    """Returns the rows of JSON or CSV files, sliced as `split`, from an Arrow file cached for paths, sizes and times.
+
+    Rows that cannot be read stay, with `PROBLEM`. Raises ValueError if a file cannot be read, or the rows not cached.
+    """
     stamps = [f"{path} {files.system.ukey(path)}" for path in files.paths]
     name = hashlib.blake2b(json.dumps([_VERSION, files.kind, stamps]).encode(), digest_size=16).hexdigest()
     target = Path(datasets_config.HF_DATASETS_CACHE) / "tpu_kit" / "rows" / f"{name}.arrow"
@@ -272,10 +281,12 @@ def _from_parquet(source: str, split: str, files: Files) -> Dataset:
 
 
 def _from_saved(source: str, split: str) -> Dataset:
-    """Returns the rows of a folder of `save_to_disk`; a single `Dataset` is the split "train", whatever its name.
+    """Returns the rows of a split, also with a slice, of a folder of `save_to_disk`.
+
+    A single `Dataset` is the split "train", and also the split of its own name.
 
     Raises:
-        ValueError: the folder cannot be read, or has no such split.
+        ValueError: the folder cannot be read, or has no such split or slice.
     """
     try:
         rows = load_from_disk(source)
@@ -291,7 +302,10 @@ def _from_saved(source: str, split: str) -> Dataset:
 
 
 def _from_hub(source: str, split: str) -> Dataset:
-    """Downloads a data set of the hub, NAME or NAME:CONFIGURATION, or reads its cache; ValueError if that fails."""
+    """Downloads a data set of the hub, NAME or NAME:CONFIGURATION, or reads its cache; returns the rows of `split`.
+
+    Raises ValueError if that fails.
+    """
     name, _, subset = source.partition(":")
     ask_hub_once()
     try:
@@ -304,7 +318,10 @@ def _from_hub(source: str, split: str) -> Dataset:
 
 
 def _glob(source: str) -> tuple[Any, list[str]]:
-    """Returns the file system of a path, glob or URL, and its files in order; ValueError if one cannot be read."""
+    """Returns the fsspec file system of a path, glob or URL, and its files, sorted.
+
+    Raises ValueError if there is no file, or a file is empty, no regular file, or not accessible.
+    """
     from fsspec.core import url_to_fs
 
     logging.getLogger("gcsfs").setLevel(logging.CRITICAL)  # it logs a traceback of each error that it raises
@@ -392,7 +409,10 @@ def saved_rows_path(data: Dataset | DatasetDict, folder: Path) -> Path:
 
 
 def save_rows(data: Dataset | DatasetDict, folder: Path) -> str:
-    """Writes a data set to `saved_rows_path`, unless it is there; returns the path as a source for other processes."""
+    """Writes a data set to `saved_rows_path`, unless it is there; returns the path as a source for other processes.
+
+    Raises ValueError as `saved_rows_path`.
+    """
     target = saved_rows_path(data, folder)
     if not target.exists():  # a resumed run finds its rows there
         with atomic.replacing(target, shared=True) as part:
