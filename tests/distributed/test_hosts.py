@@ -66,6 +66,10 @@ def test_hosts_of_the_environment(
         ({"TPU_KIT_HOST_INDEX": "1"}, "TPU_KIT_HOST_INDEX=1, but TPU_KIT_HOSTS names no hosts: set it to all hosts"),
         (LIST | {"TPU_KIT_HOSTS": "a,b,a"}, "TPU_KIT_HOSTS=a,b,a names a host twice"),
         (LIST | {"TPU_KIT_COORDINATOR": "a"}, "TPU_KIT_COORDINATOR=a is not address:port, such as a:29477"),
+        (
+            GKE | SLICES | {"TPU_WORKER_ID": "0", "TPU_WORKER_HOSTNAMES": "a", "TPU_KIT_COORDINATOR": "b"},
+            "TPU_KIT_COORDINATOR=b is not address:port, such as x-0-0.s:29477",
+        ),
         (GKE | {"TPU_WORKER_ID": "7"}, "TPU_WORKER_ID='7' is not a number from 0 to 1"),
         (GKE | SLICES | {"MEGASCALE_SLICE_ID": ""}, "MEGASCALE_SLICE_ID='' is not a number from 0 to 1"),
         (GKE | {"MEGASCALE_NUM_SLICES": "2", "MEGASCALE_SLICE_ID": "0"}, "MEGASCALE_COORDINATOR_ADDRESS is not set"),
@@ -139,6 +143,13 @@ def test_ranks_of_several_hosts() -> None:
     hosts = Hosts(1, ("a", "b"), "a:1", "a test")
     backend = detect(LaunchConfig(device_type="cpu", num_replicas=3), hosts=hosts)
     assert backend.first_rank == 3 and "3 replica(s) on each of 2 hosts" in str(backend)
+
+
+def test_the_log_of_a_host_hides_secrets(tmp_path: Path) -> None:
+    with keep_log(Hosts(1, ("a", "b"), "a:1"), tmp_path):
+        print("the token is hf_" + "abcdefghij" * 4)
+    kept = (tmp_path / "logs" / "host-1.log").read_text()
+    assert kept.startswith("[host 1] the token is ") and "abcdefghij" not in kept
 
 
 def test_log_of_each_host(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -25,6 +25,7 @@ from tpu_kit.data.images import processors
 from tpu_kit.data.images.chats import carried, encode
 from tpu_kit.data.images.encoding import ImageEncoding
 from tpu_kit.data.images.files import PictureFiles
+from tpu_kit.data.rows.field_values import RowError
 from tpu_kit.distributed.replica.backends import CpuRuntime
 from tpu_kit.distributed.replica.runtime import enter
 from tpu_kit.generation import answers, reference_check
@@ -205,6 +206,8 @@ def test_pictures_of_pil_are_read_as_their_files_are(tmp_path: Path) -> None:
         own, wanted = PictureFiles("").decoded(carries), PictureFiles(str(tmp_path)).decoded(name)
         assert own.size == size
         assert own.tobytes() == wanted.tobytes()
+    with pytest.raises(RowError, match="a picture has the mode F, which PNG does not support; convert it to RGB"):
+        carried({"messages": [{"role": "user", "content": "What is it?"}], "images": [Image.new("F", (4, 4))]})
 
 
 def test_a_picture_that_changed_is_never_taken_for_the_one_before(tmp_path: Path) -> None:

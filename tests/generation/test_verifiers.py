@@ -41,6 +41,8 @@ OTHER = DataConfig(source="rows.jsonl")
         ("5", "x = 5", True),
         ("A", "A: no. The right option is C", False),
         ("30", "12:30", False),
+        ("3:30", "27:30", False),  # a duration
+        ("0:30", "24:30", True),
         ("5", "The answer is not 5.", False),
         (18, "18", True),
         (18.0, "18", True),

@@ -301,6 +301,12 @@ def test_what_is_kept_is_read_the_next_time(
     damaged.write_bytes(damaged.read_bytes()[:100])
     assert fingerprint(load_frozen(config)) == wanted
     assert f"again: {place} is damaged" in capfd.readouterr().out
+    damaged.write_bytes(damaged.read_bytes()[:100])
+    with monkeypatch.context() as patched:  # as for another user's file
+        patched.setattr("shutil.rmtree", lambda *_, **__: None)
+        assert fingerprint(load_frozen(config)) == wanted
+    assert f"not cached: {place} cannot be deleted" in capfd.readouterr().out
+    assert fingerprint(load_frozen(config)) == wanted
     # Other weights or another scheme have another place.
     other = ModelConfig(name=str(saved), base_dtype="int4", quant_group=16, quant_cache=str(tmp_path / "kept"))
     assert fingerprint(load_frozen(other)) != wanted

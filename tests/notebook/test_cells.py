@@ -22,7 +22,7 @@ from tests.support.kernels import run_cell
 from tpu_kit.config.loader import ConfigError, TrainConfig, load_config
 from tpu_kit.data.mixing import SourceCounts
 from tpu_kit.distributed.preemption import RESULT_TYPE
-from tpu_kit.machine.checks import Check
+from tpu_kit.machine.checks import Check, verdict
 from tpu_kit.notebook import cells as cells_module
 from tpu_kit.notebook.displays import runs as displays
 from tpu_kit.notebook.kernel import check_names
@@ -326,6 +326,8 @@ def test_verdict(status: Any, expected: str, capsys: pytest.CaptureFixture[str])
     capsys.readouterr()
     cells_module.show_verdict(checks, load_config(None, {"device_type": "cpu"}))
     assert capsys.readouterr().out.strip() == expected
+    if status == "ok":
+        assert verdict(checks, "torch-tpu").startswith("Ready to train on this TPU")
 
 
 def test_an_error_of_the_kit_is_its_text_alone(kernel: Any) -> None:

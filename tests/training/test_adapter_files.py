@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import resource
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,13 @@ def test_transformers_loads_a_whole_model(folder: Path, tmp_path: Path, tokenize
     tied = loaded.get_output_embeddings().weight is loaded.get_input_embeddings().weight
     assert tied is loaded.config.tie_word_embeddings
     assert (logits(AutoModelForCausalLM.from_pretrained(folder)) - logits(loaded)).abs().max() > 1e-2
+
+
+def test_the_base_of_the_embedded_model_for_pictures_is_its_folder() -> None:
+    config = configure("embedded")
+    model, _ = trained(config)
+    config = replace(config, model=replace(config.model, name="embedded-images"))
+    assert Path(adapter_settings(model, config)["base_model_name_or_path"], "config.json").is_file()
 
 
 def test_the_embedded_models_adapter(tmp_path: Path, tokenizer: Any) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TextIO
 
+from tpu_kit.config.fields import hide_secrets
 from tpu_kit.distributed.output import printing_to
 from tpu_kit.machine.checks import Machine
 
@@ -96,7 +97,7 @@ def _of_slices(at: Machine) -> Hosts:
         for number in range(slices)
         for worker, name in enumerate(found.names or (f"slice {number} worker 0",))
     ]
-    at_port = environ.get("TPU_KIT_COORDINATOR") or f"{first}:{PORT}"
+    at_port = _coordinator(at, first)
     number, source = mine * len(found.names) + found.index, "MEGASCALE_SLICE_ID and TPU_WORKER_ID"
     return Hosts(number, tuple(every), at_port, source, slices)
 
@@ -114,10 +115,16 @@ def _hosts(at: Machine, index: str, names: str, index_from: str, names_from: str
         return ONE
     if len(set(found)) < len(found) and "TPU_KIT_COORDINATOR" not in at.environ:
         raise ValueError(f"{names_from}={names} names a host twice: name every host once")
-    coordinator = at.environ.get("TPU_KIT_COORDINATOR") or f"{found[0]}:{PORT}"
-    if not coordinator.rpartition(":")[0] or not coordinator.rpartition(":")[2].isdigit():
-        raise ValueError(f"TPU_KIT_COORDINATOR={coordinator} is not address:port, such as {found[0]}:{PORT}")
+    coordinator = _coordinator(at, found[0])
     return Hosts(number, found, coordinator, f"{index_from} and {names_from}")
+
+
+def _coordinator(at: Machine, first: str) -> str:
+    """Returns TPU_KIT_COORDINATOR, or else address:port of the host `first`; ValueError if it has another form."""
+    coordinator = at.environ.get("TPU_KIT_COORDINATOR") or f"{first}:{PORT}"
+    if not coordinator.rpartition(":")[0] or not coordinator.rpartition(":")[2].isdigit():
+        raise ValueError(f"TPU_KIT_COORDINATOR={coordinator} is not address:port, such as {first or 'host-0'}:{PORT}")
+    return coordinator
 
 
 def _number(text: str, name: str, below: int) -> int:
@@ -185,7 +192,8 @@ class _HostStream(io.TextIOBase):
     def write(self, text: str) -> int:
         *lines, self._line = (self._line + text).split("\n")
         for line in lines:
-            self._file.write(f"{self._prefix}{line.rpartition(chr(13))[2]}\n")  # the last state of a progress bar
+            last = line.rpartition("\r")[2]  # the last state of a progress bar
+            self._file.write(f"{self._prefix}{hide_secrets(last)}\n")
         if self._shown is not None:
             for part in re.findall(r"[^\r\n]*[\r\n]|[^\r\n]+", text):
                 self._shown.write((self._prefix if self._begins and part not in "\r\n" else "") + part)

@@ -392,11 +392,12 @@ def check_settings(machine: Machine) -> Check:
 def verdict(checks: Sequence[Check], device_type: str, at: Machine | None = None) -> str:
     """Summarises checks: the first failure to fix, or else the use that this machine is ready for, and warnings.
 
-    "tpu" and "cuda" as `device_type` mean training, other types a rehearsal on the CPU. If `at` (default: this machine)
-    has no TPU, the text of the use says so.
+    "tpu", "torch-tpu" and "cuda" as `device_type` mean training, other types a rehearsal on the CPU. If `at` (default:
+    this machine) has no TPU, the text of the use says so.
     """
     if first := next((check for check in checks if check.status == "failure"), None):
         return f"Not ready. Fix this first: {first.name}: {first.found}\n→ {first.fix}"
-    ready = {"tpu": "train on this TPU", "cuda": "train on this GPU"}.get(device_type, "rehearse on this CPU")
+    of_tpu = "train on this TPU"
+    ready = {"tpu": of_tpu, "torch-tpu": of_tpu, "cuda": "train on this GPU"}.get(device_type, "rehearse on this CPU")
     notes = (f"! {check.name}: {check.found}" for check in checks if check.status == "warning")
     return "\n".join([f"Ready to {ready}{'' if (at or Machine()).tpus() else '; no TPU attached'}.", *notes])

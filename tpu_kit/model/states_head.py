@@ -94,14 +94,17 @@ def attach(decoder: torch.nn.Module, folder: Path, hidden_size: int, objective: 
             raise TypeError(f"{module}:{class_name} is not a StatesHead")
         head = kind(**settings)
         head.load_state_dict(load_file(folder / weights_file))
-    except (ImportError, AttributeError, OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:
+        size = settings["hidden_size"]
+    except (
+        ImportError, AttributeError, OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError,
+    ) as error:  # fmt: skip
         raise ValueError(
             f"{here} cannot be read ({type(error).__name__}: {str(error).splitlines()[0]}). Give the folder that "
             f"training wrote, or delete {settings_file} and {weights_file} to use the adapter without it"
         ) from error
-    if settings["hidden_size"] != hidden_size:
+    if size != hidden_size:
         raise ValueError(
-            f"{here} is for a hidden size of {settings['hidden_size']}, and the model has {hidden_size}: set "
+            f"{here} is for a hidden size of {size}, and the model has {hidden_size}: set "
             "model.name to the base model of that run"
         )
     decoder.add_module(_ATTRIBUTE, head)

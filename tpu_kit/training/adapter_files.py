@@ -63,7 +63,7 @@ def adapter_settings(model: Any, config: TrainConfig) -> dict[str, Any]:
         excluded = [name for name in modules_left_out(config.model) if f".{name}".endswith(ends)] if ends else []
         settings["exclude_modules"] = sorted({*(settings["exclude_modules"] or ()), *excluded}) or None
     name = config.model.name
-    settings["base_model_name_or_path"] = locate(config.model) if name == "embedded" else name
+    settings["base_model_name_or_path"] = locate(config.model) if name in ("embedded", "embedded-images") else name
     return {name: sorted(value) if isinstance(value, set) else value for name, value in settings.items()}
 
 

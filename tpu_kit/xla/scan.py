@@ -269,7 +269,11 @@ class Traced:
             # An output must not itself be an input; XLA removes the product.
             outputs = list(fn(*(fake * 1 for fake in fakes)))
             self._computation, self._order, self._held = _lowered(name, fakes, outputs, weights)
-            self._carried, self._stacks = carried, list[tuple[torch.Size, torch.dtype]]()
+            self._loops, self._carried, self._stacks = (
+                steps is not None,
+                carried,
+                list[tuple[torch.Size, torch.dtype]](),
+            )
             if steps is not None:
                 stacks = [placeholder((steps, *output.shape), output.dtype) for output in outputs[carried:]]
                 groups = [fakes, [], stacks, self._held]
@@ -281,7 +285,7 @@ class Traced:
         import torch_xla
 
         call: Any = torch_xla._XLAC._xla_user_computation
-        if not self._stacks:
+        if not self._loops:
             given = [*tensors, *self._held]
             return call(self._name, [given[place] for place in self._order], self._computation)
         device, end = tensors[0].device, 1 + len(tensors)

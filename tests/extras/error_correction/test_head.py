@@ -140,6 +140,7 @@ def write(folder: Path, tensors: dict[str, torch.Tensor], document: dict[str, An
         ("short", "cannot be read (SafetensorError: "),
         ("gone", "cannot be read (FileNotFoundError: "),
         ("settings", "cannot be read (TypeError: "),
+        ("nested", "cannot be read (KeyError: 'tpu_kit_head')"),
         (
             "extra",
             "(ImportError: its code is not in this installation, which lacks tpu_kit.extras.none; install ",
@@ -155,6 +156,8 @@ def test_a_head_that_does_not_fit_is_refused(tmp_path: Path, damage: str, text: 
     changed = {"settings": {"depth": 2}, "extra": {"tpu_kit_head": "tpu_kit.extras.none.head:ErrorCorrection"}}
     write(tmp_path, tensors, document | changed.get(damage, {}))
     path = tmp_path / FILES[1]
+    if damage == "nested":
+        (tmp_path / FILES[0]).write_text(json.dumps({"x": {"tpu_kit_head": 1}}))
     if damage == "short":
         path.write_bytes(path.read_bytes()[:-9])
     if damage == "gone":

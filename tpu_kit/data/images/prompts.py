@@ -144,11 +144,16 @@ def pixels_of(
 
 
 def png(picture: Any) -> bytes:
-    """Returns a PIL picture as PNG bytes, rotated by EXIF, CMYK and the like as RGB; OSError for modes F, I and PA."""
+    """Returns a PIL picture as PNG bytes, rotated by EXIF, CMYK and the like as RGB; RowError for modes such as F."""
     from PIL import ImageOps
 
     picture, buffer = ImageOps.exif_transpose(picture), io.BytesIO()
     if picture.mode in _WITHOUT_PNG:
         picture = picture.convert("RGB")
-    picture.save(buffer, "PNG")
+    try:
+        picture.save(buffer, "PNG")
+    except OSError as error:
+        raise RowError(
+            f"a picture has the mode {picture.mode}, which PNG does not support; convert it to RGB"
+        ) from error
     return buffer.getvalue()

@@ -144,8 +144,8 @@ def _prompt_notes(tuned: TunedModel, prompts: Sequence[Any], rendered: Sequence[
 
 def _check_end(tokens: Sequence[int], most: int, tuned: TunedModel) -> None:
     """Raises ValueError if vLLM continued after a stop token, or ended before `most` tokens without a stop token."""
-    went_on = any(token in tuned.stops for token in tokens[:-1])
-    if went_on or (len(tokens) < most and tokens[-1] not in tuned.stops):
+    ended = any(token in tuned.stops for token in tokens[-1:])
+    if any(token in tuned.stops for token in tokens[:-1]) or (len(tokens) < most and not ended):
         names = ", ".join(map(repr, tuned.tokenizer.convert_ids_to_tokens(tuned.stops)))
         raise ValueError(
             f"the export ends its answers elsewhere in vLLM: {tuned.tokenizer.decode(list(tokens))!r}, but the run's "

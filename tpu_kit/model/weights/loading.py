@@ -285,6 +285,9 @@ def _through_cache(config: ModelConfig, scheme: Scheme, folder: Path) -> PreTrai
     except ValueError as error:
         print(f"quantized        again: {place} is damaged ({brief(error)})", flush=True)
         shutil.rmtree(place, ignore_errors=True)
+        if place.exists():  # it is another user's
+            print(f"quantized        not cached: {place} cannot be deleted", flush=True)
+            return _quantized(config, scheme)
         return _through_cache(config, scheme, folder)
     forget_quantizer(model)
     model.name_or_path = model.config.name_or_path = locate(config)
