@@ -117,7 +117,7 @@ def hard_sentences() -> dict[str, dict[str, list[str]]]:
 
 
 def drawn(seed: int) -> list[tuple[str, str]]:
-    """Draws `DRAWN` functions of tpu_kit with at least `LEAST_LINES` lines of code; magic and nested ones are left out.
+    """Draws `DRAWN` public functions of tpu_kit, and of its public classes, with at least `LEAST_LINES` lines of code.
 
     Returns:
         For each function its place, as "FILE:LINE NAME", and the docstrings of its module and class, its signature and
@@ -127,11 +127,11 @@ def drawn(seed: int) -> list[tuple[str, str]]:
     for path in sorted((ROOT / "tpu_kit").rglob("*.py")):
         tree = ast.parse(path.read_text())
         module = (ast.get_docstring(tree) or "").partition("\n\n")[0]
-        for owner in (tree, *(node for node in tree.body if isinstance(node, ast.ClassDef))):
+        for owner in (tree, *(node for node in tree.body if isinstance(node, ast.ClassDef) and node.name[0] != "_")):
             about = f"class {owner.name}: {ast.get_docstring(owner) or ''}\n" if isinstance(owner, ast.ClassDef) else ""
             for node in owner.body:
                 text = ast.get_docstring(node) if isinstance(node, ast.FunctionDef) else None
-                if not isinstance(node, ast.FunctionDef) or not text or node.name.startswith("__"):
+                if not isinstance(node, ast.FunctionDef) or not text or node.name.startswith("_"):
                     continue
                 if (node.end_lineno or 0) - (node.body[0].end_lineno or 0) < LEAST_LINES:
                     continue

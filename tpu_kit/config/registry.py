@@ -64,7 +64,7 @@ NAMES = {
 
 
 def absence(place: str) -> str:
-    """Returns why "module:name" is absent, if it is of an extra that this installation lacks; "" for other entries."""
+    """Returns why "module:name" of an extra is absent; "" if it is installed, or belongs to no extra."""
     module, _, _ = place.partition(":")
     folder, _, _ = module.rpartition(".")
     if not folder.startswith("tpu_kit.extras."):

@@ -378,7 +378,8 @@ def mix_of(tokens: Tokenized) -> Mix | None:
 def fill_of(lengths: np.ndarray, data: DataConfig) -> Callable[[np.ndarray], Packed]:
     """Makes the argument `fill` of `Epoch.packed`; `lengths` has the tokens of every document, by its number.
 
-    It packs by `best_fill` into rows of `max_length`; without `data.packing`, a row is a single document, in order.
+    With `data.packing`, `fill` packs by `best_fill` into rows of `max_length`; no document may be longer. Otherwise
+    every document is a row, in order. The result has indices in the argument of `fill`.
     """
 
     def fill(documents: np.ndarray) -> Packed:

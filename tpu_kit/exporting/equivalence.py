@@ -324,7 +324,7 @@ def answer_of(places: Sequence[Mapping[str, Any]]) -> Answer:
 
 
 def _llama_cpp(job: dict[str, Any]) -> tuple[list[Answer], list[int]]:
-    """Returns llama.cpp's answers to a job's "prompts", and the numbers of tokens of its "texts"."""
+    """Returns answers to a job's "prompts" (ids), and token counts of "texts"; "gguf", "lora" (or None) are files."""
     server = llama_cpp(job, max(map(len, job["prompts"])) + 2 * NEW)
     replies = [server.handle_completions({"prompt": prompt, **GREEDY}) for prompt in job["prompts"]]
     answers = [answer_of(reply["choices"][0]["logprobs"]["content"]) for reply in replies]

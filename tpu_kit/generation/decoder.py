@@ -533,7 +533,9 @@ class Decoder:
     ) -> Any:
         """Returns `fn` as a program for tensors like `example`, built once per key; without XLA, `fn` itself.
 
-        `key` is a tuple that begins with the program's name. For `steps` and `carried`, see `Traced`.
+        `key` is a tuple of the program's name and all that differs between programs, such as shapes. With `steps`, the
+        program calls `fn` that many times: the first `carried` tensors pass from step to step, the others are constant.
+        It returns the carried tensors, then the other results of `fn`, stacked by step.
         """
         if not self._rt.has_programs:
             return fn

@@ -228,9 +228,11 @@ def settle(
 
 
 def _resumed(config: TrainConfig, room: TargetSlice, rows: int, whole: int) -> tuple[TrainConfig, list[str]]:
-    """Keeps `whole` rows of an update unless others are given, and `rows` of a pass if they divide it, else "auto".
+    """Chooses the batch of a resumed run from its earlier rows: `whole` per update, `rows` per pass of a replica.
 
-    A run that samples always keeps `rows`. Returns the run, and a note if `rows` are kept.
+    An update gets `whole` rows unless optim.global_batch_size is given; accumulation becomes 1. If the update has
+    `whole` rows, and they fill passes of `rows` on all replicas of `room`, batch_size becomes `rows`, else it stays
+    "auto". A run that samples only gets batch_size `rows`. Returns the run, and a list with a note if `rows` are kept.
     """
     optim = config.optim
     if not config.free_passes:  # otherwise its passes hold the samples

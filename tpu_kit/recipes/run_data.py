@@ -64,7 +64,7 @@ def prepare_run(config: TrainConfig, model: PreTrainedConfig | None = None) -> P
 
 
 def with_tokens(config: TrainConfig, prepared: Prepared) -> TrainConfig:
-    """Replaces lora.tokens=added by the names of the rows' new tokens; raises ValueError if there are none."""
+    """Replaces lora.tokens=added by the rows' new tokens, ValueError if there are none; other runs stay unchanged."""
     if not config.lora.finds_tokens:
         return config
     if not prepared.new_tokens:

@@ -192,8 +192,9 @@ def _columns(outer: int, inner: int, step: int) -> int:
 class _Blocks:
     """The blocks of a kernel's grid: (halves of int4 weights, blocks of columns of the result, tiles).
 
-    Tiles are innermost, so that a block of weights is loaded once for all tiles of its expert. With `back`, the halves
-    of int4 weights give two results, because a half may not be a multiple of 128.
+    Tiles are innermost, so that a block of weights is loaded once for all tiles of its expert. With `Tiles.back`, which
+    multiplies with the transposed weights, the result has a first axis for the halves of int4 weights (low and high
+    bits), because a half may not be a multiple of 128.
     """
 
     def __init__(self, tiles: Tiles, rows: Any, expert: Any, weight: Any, scale: Any) -> None:
@@ -274,7 +275,8 @@ class _Blocks:
     def kernel(self, expert: Any, used: Any, rows: Any, weight: Any, *refs: Any) -> None:
         """Writes a block of the result for a tile to the output in `refs`; unused tiles become zero.
 
-        `refs` are scales, output and a buffer for decoded weights; for float weights only the output.
+        `expert` has the expert of every tile, `used[0]` the number of used tiles, which come first. `refs` are scales,
+        output and a buffer for decoded weights; for float weights only the output.
         """
         import jax
         import jax.numpy as jnp

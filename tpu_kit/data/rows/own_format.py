@@ -88,7 +88,7 @@ def own_rows(rows: Dataset, name: str, function: Callable[..., Any], source: str
 
 
 def _hash_of(function: Callable[..., Any], name: str) -> str:
-    """Returns a hash of a notebook's or script's function, with variables that it reads; ValueError if that fails."""
+    """Hashes a notebook's or script's function with variables that it reads; ValueError, with `name`, if that fails."""
     try:
         return str(Hasher.hash(function))
     except Exception as error:  # pickling a variable may raise any error
@@ -142,7 +142,7 @@ def _alone(function: Callable[[Any], Any], row: Any) -> Any:
 
 
 def _result(row: dict[str, Any], name: str, function: Callable[[Any], Any]) -> tuple[str, str]:
-    """Returns (JSON, "") of the function's result for a row, or ("", problem) for any error, SystemExit included."""
+    """Returns (JSON of {"text": ...}, {"messages": ...} or an object, ""); for errors ("", "data.format=NAME ...")."""
     try:
         return _json(function(row)), ""
     except RowError as error:

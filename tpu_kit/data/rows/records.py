@@ -148,7 +148,7 @@ def _json(stream: Any, file: str) -> Iterator[Record]:
 
 
 def _decode(text: str, line: int) -> tuple[Any, str, str]:
-    """Decodes JSON from `line` on; returns its value or None, "line N" (with an error's column), and an error or ""."""
+    """Decodes JSON that begins at `line` of a file: (value, "line N", ""), or (None, "line N[, column M]", error)."""
     try:
         return _DECODER.decode(text), f"line {line}", ""
     except json.JSONDecodeError as error:

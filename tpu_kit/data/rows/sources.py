@@ -114,9 +114,11 @@ def check_rows(rows: Dataset, problems: Sequence[str | None], source: str, *, sk
 
 
 def check_found(found: Sequence[tuple[str, str]], bad: int, read: int, source: str, *, skip: bool) -> tuple[str, ...]:
-    """Checks and returns as `check_rows`: `bad` is the number of bad rows, `read` the number of all rows.
+    """Returns texts "LOCATION: PROBLEM" of `found`, or raises ValueError if the bad rows are not allowed.
 
-    `found` has location and problem of the first `SHOWN` bad rows.
+    `found` has location and problem of the first `SHOWN` bad rows, `bad` is the number of all bad rows, and `read` the
+    number of all rows. Bad rows are allowed with `skip`, up to half of all rows. `source` is the source's name for the
+    error.
     """
     shown = tuple(f"{location}: {problem}" for location, problem in found)
     most = 2 * bad > read
@@ -183,10 +185,11 @@ def find_files(source: str, split: str) -> Files | None:
 
 
 def _folder_files(folder: str, subset: str, split: str) -> Files:
-    """Finds the files of a folder's split as `datasets` does, by README and file names; ignores a slice of `split`.
+    """Finds the files of a local folder's split as `datasets` does, by README and file names; ignores a slice.
 
-    `subset` is a configuration; empty for the default or the only configuration. Raises ValueError for a missing or
-    unclear configuration, a missing split, other data files, and mixed kinds.
+    `subset` is a configuration; empty for the default or the only configuration. Raises ValueError if the configuration
+    or the split is missing, or if `subset` is empty and there are several configurations without a default. Files of
+    unknown or several kinds in the split, or with a single configuration in no split, raise it too.
     """
     advice = f"data source {folder}: a folder; name the files in it, such as {Path(folder, '*.jsonl')}"
     logging.getLogger("huggingface_hub.repocard").setLevel(logging.ERROR)  # it warns about a README without metadata

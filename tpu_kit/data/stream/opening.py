@@ -145,7 +145,7 @@ def prepare_stream(config: DataConfig, tokenizer: Any) -> Prepared:
 
 
 def _packed(stream: TextStream, documents: Sequence[tuple[int, Example]]) -> PackedDataset:
-    """Packs documents, given as (row number, document)."""
+    """Packs documents, (row number, document), at least one, by the stream's settings; does not read the stream."""
     ids, masks = ([getattr(one, name) for _, one in documents] for name in Example._fields)
     lengths = np.array([len(each) for each in ids])
     arrays = np.concatenate(ids).astype(np.int32), np.concatenate(masks).astype(bool)

@@ -35,7 +35,7 @@ class Shared:
         self._lock, self._loaded = threading.Lock(), list[Any]()
 
     def load(self, load: Callable[[], tuple[M, T]]) -> tuple[M, T]:
-        """Calls `load` if no replica has; returns a copy of its model, to move to a device, and the rest, shared."""
+        """Calls `load` unless an earlier call succeeded; returns a deep copy of its model, and the rest, shared."""
         with self._lock:
             if not self._loaded:
                 self._loaded.append(load())

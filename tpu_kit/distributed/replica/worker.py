@@ -180,7 +180,7 @@ def _rehearsal(folder: str, payload: bytes, backend: Backend, hang_timeout: floa
 
 
 def _mesh_process(folder: str, payload: bytes, backend: Backend) -> None:
-    """Runs the process that drives this host's devices of a mesh, and exits from it."""
+    """Runs a payload of `payload_of` on this host's mesh, reports in `folder`, and ends this process with 0 or 1."""
     _prepare(folder)
     assert backend.mesh is not None
     mesh = backend.mesh

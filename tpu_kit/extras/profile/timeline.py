@@ -145,7 +145,7 @@ def _in_child(path: Path) -> list[Event]:
 
 
 def _xplane(path: Path) -> Iterator[Event]:
-    """Yields the phases and the devices' operations in a file of XPlane, unsorted; on a CPU, XLA's operations."""
+    """Yields a trace's phases and operations (on a CPU, XLA's), unsorted; a damaged file aborts the whole process."""
     from jax.profiler import ProfileData
 
     for plane in ProfileData.from_file(str(path)).planes:

@@ -116,8 +116,8 @@ def decoder_inputs(
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any], tuple[torch.Tensor, ...]]:
     """Returns a decoder's arguments for a batch, arguments of `Visibility`, and `LayerInputs.additions`.
 
-    If the batch has a column in `INPUTS`, the column's module computes them. Otherwise, these are the batch's
-    input_ids, {} and ().
+    If the batch has a column in `INPUTS`, the column's module computes these three values. Without such a column, they
+    are {"input_ids": batch["input_ids"]}, {} and ().
 
     Args:
         model: transformers model without PEFT's wrapper.
