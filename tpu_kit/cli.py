@@ -117,12 +117,14 @@ for _name, _command in _INSTALLED.items():
 
 
 def parse(texts: Sequence[str]) -> argparse.Namespace:
-    """Reads a command, the first text, and its arguments; also reads the configuration and finds the adapter.
+    """Reads a command, the first of one or more texts, its arguments, its configuration, and the place of its adapter.
 
     Returns:
-        A namespace with the files and flags; `function`, which runs the command; `options`, instances of the command's
-        dataclasses; and `settings`, the other `key=value` texts. If the command takes a configuration, `config` is its
-        TrainConfig with `settings`, `file` the argument, and `adapter` a folder or None, the base model alone.
+        A namespace with the files and flags; `function`, which runs the command; `options`, an instance of each of the
+        command's dataclasses; and `settings`, the `key=value` texts that set none of their fields. If the command takes
+        a configuration, `config` is a TrainConfig that includes `settings`, and `file` the argument, None if not given.
+        `adapter` is then the text of the option `adapter`, unchecked, or without it the folder or URL of the adapter in
+        the run `file`; None means the base model.
 
     Raises:
         ConfigError: the command, flags or values are wrong, a file is missing, or there are too many files.

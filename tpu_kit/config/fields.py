@@ -191,7 +191,8 @@ def check_knobs(values: Any) -> list[str]:
 def knobs_of(cls: type, prefix: str = "") -> dict[str, ConfigField]:
     """Returns the `knob` fields of a dataclass and its nested dataclasses, in order, by dotted name.
 
-    `prefix`, such as "optim.", precedes all names; fields without `knob` are left out.
+    `prefix`, such as "optim.", precedes all names. A field whose type is a dataclass needs no `knob`: its own fields
+    are entered, and it has no entry itself. All other fields without `knob` are left out.
     """
     parameters: dict[str, ConfigField] = {}
     hints = get_type_hints(cls)

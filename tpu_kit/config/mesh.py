@@ -142,7 +142,9 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def parse_rules(rules: Mapping[str, str] | None) -> tuple[tuple[str, Spec], ...]:
-    """Reads rules, glob of tensor names -> axes by dimension ("model+fsdp,None"), as pairs (glob, spec); None as ().
+    """Reads rules as pairs (glob of tensor names, spec); a rule's text has axes by dimension, as in "model+fsdp,None".
+
+    "None" in a text leaves a dimension whole. If `rules` is None, the result is ().
 
     Raises:
         ValueError: an entry is neither fsdp, model nor None, or a rule names an axis twice.

@@ -214,12 +214,13 @@ def prepare(
         tokenizer: a fast Hugging Face tokenizer (None for the synthetic source); without a chat template it gets
             `chat_template.DEFAULT_TEMPLATE` if the rows are chats.
         vocab_size: rows of the model's embedding, required for the synthetic source, else unused.
-        run: questions of a finished run that is evaluated: its held-out questions are held out too, and rows with a
-            question that it was trained on are left out of the evaluation and counted.
-        learned: int64, prompts that the run's starting adapter was trained on: never held out, and counted as trained.
+        run: the questions of a finished run, to evaluate it: its held-out questions are held out too; rows with a
+            question of its training are left out of the evaluation and counted.
+        learned: hashes of prompts that the run's starting adapter was trained on, `Questions.trained` of the adapter's
+            run: never held out, and counted as trained.
         max_prompt: for reinforcement learning, largest prompt in tokens; fills `Prepared.tasks`. None for other runs.
-        model: the model section, if its `images` allows rows with images; None for text.
-        pairs: layout of units for pairs of replies; None for rows with a single reply.
+        model: the model section; if its `images` is true, at least one row must have images. None for text.
+        pairs: `PairLayout.of` the configuration, for runs on pairs of replies or on labelled replies; None for others.
 
     Raises:
         ValueError: rows, columns, files or settings are wrong, or no row is left; the text names them.

@@ -430,8 +430,8 @@ class Decoder:
         """Computes log-probabilities of given tokens; only the logits of one chunk of positions exist at a time.
 
         Args:
-            ids: (B, W) int64, padded at the end.
-            images: image inputs of the rows, as in `Batch`.
+            ids: (B, W) int64 on the host, padded at the end.
+            images: image inputs of the rows on the host, as in `Batch`.
 
         Returns:
             (2, B, W - 1) fp32 on the host: the log-probabilities of tokens 1 to W - 1, in nats, and 1 if the token has

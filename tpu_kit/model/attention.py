@@ -69,7 +69,8 @@ def choose(attention: str, device_type: str) -> str:
     """Selects the registered implementation for a device.
 
     Args:
-        attention: "splash", "sdpa" or "auto", which is splash if the device or the lowered program is for TPU.
+        attention: "splash", "sdpa" or "auto". "auto" chooses splash on a TPU, and on all devices while this process
+            lowers a program for TPU (`traced_program.lowering_for_tpu`); otherwise it chooses sdpa.
         device_type: "tpu", "torch-tpu", "xla-cpu", "cuda" or "cpu".
 
     Returns:

@@ -47,7 +47,7 @@ LANES = 128
 
 
 def build(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Builds a base model from its config.json; call it under `torch.device("meta")`.
+    """Builds a model with its output head, without adapters, from its configuration, under `torch.device("meta")`.
 
     Raises:
         ValueError: the configuration is missing or lacks sizes, or transformers cannot build the model.

@@ -355,16 +355,18 @@ def check_groups(widths: Sequence[tuple[str, int]], group: int) -> None:
 
 
 def check_targets(lora: LoraConfig, paths: Sequence[str], model: str, ends: tuple[str, str]) -> None:
-    """Checks `lora.targets`, `lora.full` and `lora.tokens` against the layers of a model; nothing for lora.r=0.
+    """Checks `lora.targets`, `lora.full` and `lora.tokens` against the layers of a model; returns at once for lora.r=0.
 
     Args:
         lora: the adapters.
         paths: paths of the linear layers that may have adapters, with a leading dot.
         model: name of the model in messages.
-        ends: paths of the input and the output embedding.
+        ends: paths of the input and the output embedding; tied embeddings have two paths, too; "" if absent.
 
     Raises:
-        ValueError: a target matches no layer, `lora.full` names no embedding, or settings of an embedding conflict.
+        ValueError: a target matches no linear layer and no embedding, there are no targets, or `lora.full` names no
+            embedding. Or a target is an embedding, and `lora.full`, `lora.tokens` or `lora.dora` is set; or a target is
+            the output embedding, and `lora.dropout` is set.
     """
     if not lora.r:
         return

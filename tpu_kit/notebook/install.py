@@ -414,9 +414,10 @@ print("computed on", where)
 
 
 def check(decision: Decision) -> list[Check]:
-    """Loads the packages in a new process and computes a sum on a GPU, torch_xla's CPU or the CPU; returns one result.
+    """Loads the packages in a new process, and computes a sum there on a GPU, torch_xla's CPU or the CPU.
 
-    It fails, too, if a machine with a GPU computes on the CPU with kind "gpu".
+    Returns a list of one result. It is a failure if the process fails, or if kind is "gpu" and a machine with a GPU
+    computes on the CPU.
     """
     pair = [name for name in _pair(decision.kind) if name != "jaxlib"]
     # The process must not open a TPU: PJRT_DEVICE is for torch_xla, TORCH_DEVICE_BACKEND_AUTOLOAD for torch_tpu.

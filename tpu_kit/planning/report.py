@@ -293,7 +293,7 @@ def mesh_lines(one: Plan) -> list[str]:
 
 
 def limits(one: Plan) -> list[str]:
-    """Returns lines with the largest settings for training and generation, after the changes if it does not fit."""
+    """Returns lines: changes if the run does not fit, then the largest settings to train and generate without them."""
     lines, advice, config = [] if one.fits else _changes(one), one.advice, one.config
     rank = "" if advice.largest_rank is None else f", the largest rank {advice.largest_rank}"
     kept = f"batch_size={one.update.batch_size}, max_length={config.data.max_length}, r={config.lora.r}, "

@@ -236,7 +236,7 @@ def read_tensors(checkpoint: Checkpoint, select: Select | None = None) -> dict[s
 def joined(parts: Iterable[Mapping[str, torch.Tensor]], layout: Mapping[str, Any]) -> dict[str, torch.Tensor]:
     """Joins the shards of all hosts to the tensors of `TrainState.to_host`; raises ValueError if shards are missing.
 
-    `parts` and `layout` are results of `TrainState.part`, of all hosts and of any host.
+    `TrainState.part` returns shards and a layout: `parts` has the shards of every host, `layout` is any host's layout.
     """
     shapes, whole, filled = layout["shapes"], dict[str, torch.Tensor](), Counter[str]()
     for part in parts:

@@ -166,8 +166,10 @@ def _own_kernel(kernel: Any, shards: int) -> Any:
 def causal_masks() -> tuple[Any, Any]:
     """Returns subclasses of splash attention's causal masks, without and with a window, for faster tracing.
 
-    On the host, JAX tests several times whether a block of queries sees any or all keys of a block; 131,072 tokens have
-    more than 1e10 pairs. Here a pair of blocks that is entirely visible or hidden is a single boolean.
+    The first class takes (shape, None), the second (shape, window), where a query sees `window` keys, its own included.
+    On the host, JAX tests several times whether a block of queries sees any or all keys of a block. With 131,072 tokens
+    it computes more than 1e10 booleans. For blocks that are entirely visible or hidden, these masks compute a single
+    boolean.
     """
     import numpy as np
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks

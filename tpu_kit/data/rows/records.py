@@ -270,9 +270,9 @@ def _feature(types: set[type]) -> Any:
 
 
 def stored_cell(cell: Any, feature: Any) -> Any:
-    """Returns a cell for a column of `feature`: JSON text for Json, text for strings (2.0 is "2"), else unchanged.
+    """Converts a cell for a column with the type `feature`, which is Json or a `Value`; None stays None.
 
-    None stays None.
+    Json columns get JSON text, columns of strings get text (2.0 becomes "2"), and other columns get the cell unchanged.
     """
     if cell is None or (isinstance(feature, Value) and feature.dtype != "string"):
         return cell

@@ -203,7 +203,7 @@ class MeshRuntime(_XlaRuntime):
         return sorted(set(row_shards(self.mesh, self.devices)))
 
     def all_reduce(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Sums CPU tensors over the hosts, in place; leaves device tensors, which already are sums over all rows."""
+        """Sums CPU tensors over the hosts, in place; skips device tensors, as programs already sum over all rows."""
         for tensor in tensors:
             if self.num_hosts > 1 and tensor.device.type == "cpu":
                 import torch.distributed as dist

@@ -94,7 +94,8 @@ class MeetingError(RuntimeError):
 def environment(devices: int, replicas: bool = True) -> dict[str, str]:
     """Returns variables for a process with `devices` XLA:CPU devices; JAX opens no TPU.
 
-    `replicas` is whether the devices are replicas, for which no buffer is donated; False is for a mesh.
+    If `replicas` is true, every device is a replica, and with several replicas no buffer is donated. If it is false,
+    the devices form a mesh.
     """
     settings = {"PJRT_DEVICE": "CPU", "CPU_NUM_DEVICES": str(devices), "JAX_PLATFORMS": "cpu"}
     if replicas and devices > 1:

@@ -78,7 +78,7 @@ class ErrorCorrection(StatesHead):
         self.gate = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32))
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, Mixture]:
-        """Returns the corrected states, (..., H) in the dtype of `hidden`, and the fp32 mixture of their residuals."""
+        """Returns corrected states, (..., H) in the dtype of `hidden`, and fp32 mixtures of the projected -dL/dh."""
         states = hidden.float()
         scale = (states.square().mean(-1, keepdim=True) + 1e-6).sqrt()
         features = F.silu(_linear(self.trunk, states / scale))

@@ -115,9 +115,10 @@ def _requests(job: SliceJob) -> str:
 
 
 def skypilot(job: SliceJob, folder: Path) -> Written:
-    """Returns a task for `sky jobs launch` and commands: SkyPilot replaces a lost slice, and restarts by exit code.
+    """Returns a task for `sky jobs launch` and commands; SkyPilot replaces a lost slice, and restarts preempted jobs.
 
-    The result is ({"task.yaml": text}, commands by purpose); `folder` is only the file's place in the commands.
+    Other exit codes than 75, 134, 137, 139 and 143 end the job. The result is ({"task.yaml": text}, commands), with
+    shell texts under "launch", "watch", "logs" and "end". The launch command expects task.yaml in `folder`.
     """
     names = ", ".join(f"{name}: null" for name in job.secrets)
     task = _fill(

@@ -134,7 +134,8 @@ def axis_positions(image: np.ndarray, slots: Sequence[int], positions: np.ndarra
     Args:
         image: (S,) bool, true for soft tokens of images.
         slots: number of soft tokens of each image in the document.
-        positions: (images, P, 2) integers, column and row of each patch; the patches of a soft token are adjacent.
+        positions: (images, P, 2) integers, column and row of each patch. Each soft token has merge**2 consecutive
+            patches; patches after the last soft token are padding.
         merge: side of a soft token in patches.
     """
     found = np.empty((3, len(image)), dtype=np.int32)

@@ -283,7 +283,9 @@ def model_class(config: ModelConfig) -> Any:
 
 
 def settings_of(config: ModelConfig) -> Any:
-    """Returns a model's configuration, without unused towers, from assets/shapes.json, else from its folder or the hub.
+    """Returns a model's transformers configuration, without optional towers that the run does not use.
+
+    A hub model without a revision is looked up in assets/shapes.json first; others come from their folder or the hub.
 
     Raises:
         ValueError: the configuration is missing or lacks sizes, or transformers lacks its family.
