@@ -29,9 +29,10 @@ _SEQUENCE_EPSILON = 0.1  # far above useful clipping of ratios per completion (G
 
 
 def conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
-    """Yields (names, problem) for every contradiction: parameters separated by spaces, and text about the first.
+    """Yields (names, problem) for every contradiction between parameters; reads nothing but `config`.
 
-    The text continues "NAME: VALUE", such as "is not supported with ...; remove it".
+    `names` is a text of dotted names separated by spaces. `problem` is about the first, and continues "NAME: VALUE",
+    such as "is not supported with ...; remove it".
     """
     model, lora, data = config.model, config.lora, config.data
 

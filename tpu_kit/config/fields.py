@@ -109,11 +109,14 @@ class ConfigField:
         return f"  {self.name}={show(self.default)}  ({kind})\n      {self.help}"
 
     def read(self, value: object) -> Any:
-        """Returns `value` in the declared type; numbers may be text.
+        """Returns `value` in the declared type, after `convert` if the parameter has it; a path may stand for a text.
+
+        Numbers may be text, also of a form field; a list becomes a tuple. `check` is not called for None.
 
         Raises:
-            ValueError: the value has another type, is empty, out of bounds or too large for 32 bits, holds NUL, is
-                refused by `check`, or looks like a secret. The text names the parameter.
+            ValueError: `convert` or `check` refuses the value, or it has another type, is an empty text, list or
+                mapping, is out of bounds, or looks like a secret. Or it is an integer of 2**32 or more in size, a
+                number that float32 does not hold, or has NUL or half a surrogate pair. The text names the parameter.
         """
         if is_secret_value(value):
             raise ValueError(f"{self.name}: the value looks like a secret; {SECRET_ADVICE}")
@@ -176,7 +179,7 @@ def check_knobs(values: Any) -> list[str]:
         values: the instance; its class must not have dataclasses as fields.
 
     Returns:
-        A text for each value that `ConfigField.read` refuses; such values stay as they are.
+        A list with the error's text for each value that `ConfigField.read` refuses; such values stay as they are.
     """
     problems = []
     for name, parameter in knobs_of(type(values)).items():
@@ -207,7 +210,10 @@ def knobs_of(cls: type, prefix: str = "") -> dict[str, ConfigField]:
 
 
 def show(value: object) -> str:
-    """Returns null, true, false or the value's repr (a tuple as list), cut to 80 characters; a note for a secret."""
+    """Returns a value as text for messages: null, true, false, or its repr, which has a tuple as list.
+
+    Over 80 characters, it is the first 77 and "...". A secret (`is_secret_value` of the repr) becomes a note.
+    """
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     text = repr(list(value) if isinstance(value, tuple) else value)
@@ -217,7 +223,7 @@ def show(value: object) -> str:
 
 
 def wanted(hint: Any) -> str:
-    """Returns a type annotation in words, such as "a whole number or null"."""
+    """Returns a type annotation in words, such as "a whole number or null"; KeyError for types of no parameter."""
     words = {
         int: "a whole number",
         float: "a number",
@@ -283,7 +289,10 @@ def _secrets(environ: tuple[tuple[str, str], ...]) -> re.Pattern[str]:
 
 
 def nest(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns values by dotted name as a dictionary per section, the text before the first dot; others stay on top."""
+    """Returns values by dotted name as a dictionary per section, the text before the first dot; others stay on top.
+
+    {"optim.eps": 1, "run_name": "a"} becomes {"optim": {"eps": 1}, "run_name": "a"}, a new dictionary.
+    """
     nested: dict[str, Any] = {}
     for name, value in values.items():
         *section, leaf = name.split(".", 1)

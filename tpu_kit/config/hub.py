@@ -27,7 +27,10 @@ def check_formats(names: str | tuple[str, ...]) -> None:
 
 
 def check_repository_name(name: str) -> None:
-    """Raises ValueError if `name` is not of the form owner/name that the hub allows; does not look for it there."""
+    """Raises ValueError if `name` is not of the form owner/name that the hub allows; does not look for it there.
+
+    Both parts have 1 to 96 letters, digits, _ and inner . or -; ".." and "--" are refused, and .git at the end.
+    """
     owner, slash, rest = name.partition("/")
     if not slash:
         raise ValueError(f"has no owner; write owner/name, as in your-name/{name[:40]}")
@@ -45,7 +48,7 @@ def check_branch(name: str) -> None:
 
 
 def read_hub_address(text: str) -> tuple[str, str | None]:
-    """Returns ("owner/name", revision or None) of hf://owner/name@revision; raises ValueError for other texts."""
+    """Returns ("owner/name", revision or None) of hf://owner/name@revision; ValueError for other texts, bad names."""
     address, _, revision = text.removeprefix("hf://").rstrip("/").partition("@")
     if not text.startswith("hf://"):
         raise ValueError("is no address on the hub; write hf://owner/name or hf://owner/name@commit")
@@ -81,7 +84,16 @@ class HubConfig:
 
 
 def hub_conflicts(config: TrainConfig) -> Iterator[tuple[str, str]]:
-    """Yields (names, problem) as `conflicts.conflicts`, for `hub`, checkpoint.source and an hf:// output_dir."""
+    """Yields (names, problem) as `conflicts.conflicts`, for `hub`, checkpoint.source and an hf:// output_dir.
+
+    The contradictions are
+
+    - the format adapter or gguf-lora with lora.r=0, and gguf-lora with lora.vision;
+    - hub.model_id with optim.objective=error-correction-alone, or with error-correction unless the format is adapter;
+    - an output_dir on the hub, after which it yields no more;
+    - hub.strategy=checkpoint with an address as output_dir;
+    - checkpoint.source with an address as output_dir, or with checkpoint.resume=never.
+    """
     hub, checkpoint, objective = config.hub, config.checkpoint, config.optim.objective
     adapters = {"adapter", "gguf-lora"} & {*config.hub_formats}
     if adapters and not config.lora.r:

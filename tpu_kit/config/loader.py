@@ -50,7 +50,7 @@ _WITH_SECTION = {"checkpoint.source", "hub.revision", "hub.format"}
 
 
 def read_value(name: str, text: str) -> Any:
-    """Reads `text` of `name=text` as YAML, and "None" as None; raises ConfigError if it is no YAML. Checks no type."""
+    """Reads `text` of `name=text` as YAML, and "None" as None; raises ConfigError, with `name`, if it is no YAML."""
     from tpu_kit.config.files import strict_yaml  # not needed for --help
 
     if text == "None":  # copied from the parameters of a notebook; as a text it would name a folder
@@ -67,7 +67,9 @@ def load_config(
 ) -> TrainConfig:
     """Reads a configuration; its `sources` have the source of every given value.
 
-    `overrides` win over `parameters`, these over `path`, and `path` over TPU_MESH_CONFIG, which sets launch.mesh.
+    `overrides` win over `parameters`, these over `path`, and `path` over TPU_MESH_CONFIG, which sets launch.mesh. Names
+    are dotted, or leaf names if these are unique. The sources are "command line" for `overrides`, "notebook parameter",
+    "file" for `path`, "default of TRAINER" for another trainer's defaults, and "environment".
 
     Args:
         path: a YAML file, the name of a shipped file (`embedded-cot`), the values of a file (see `read_yaml`), or None
@@ -289,11 +291,14 @@ class BatchPlan:
 
 
 def batch_arithmetic(config: TrainConfig, num_replicas: int) -> BatchPlan:
-    """Returns rows per update = rows per replica x replicas x accumulation; a given global size sets the accumulation.
+    """Returns a `BatchPlan`: rows per update = rows per replica x replicas x accumulation, and their tokens.
+
+    If `optim.global_batch_size` is given, it is the rows per update and sets the accumulation;
+    optim.gradient_accumulation may then be 1 or the same number.
 
     Raises:
-        ConfigError: `optim.global_batch_size` is not divisible, or contradicts `optim.gradient_accumulation`, or
-            `optim.batch_size` is "auto".
+        ConfigError: `optim.global_batch_size` is no multiple of rows per replica x replicas, or contradicts
+            `optim.gradient_accumulation`, or `optim.batch_size` is "auto".
     """
     assert num_replicas >= 1, num_replicas
     rows, whole, passes = config.optim.batch_size, config.optim.global_batch_size, config.optim.gradient_accumulation
@@ -316,7 +321,10 @@ def batch_arithmetic(config: TrainConfig, num_replicas: int) -> BatchPlan:
 
 
 def of_rewards(config: TrainConfig) -> TrainConfig:
-    """Returns a copy for `grpo`: its objective, max_loss_rise=None, and its usual learning rate if none was given."""
+    """Returns a copy for `grpo`: always with optim.objective=policy and optim.max_loss_rise=None.
+
+    A learning rate that was not given becomes the usual rate of such runs.
+    """
     # The loss stays about 0, so its rise means nothing.
     optim = replace(config.optim, objective="policy", max_loss_rise=None)
     if config.sources.get("optim.learning_rate") == USUAL and optim.learning_rate == config.usual_rate:
@@ -325,7 +333,11 @@ def of_rewards(config: TrainConfig) -> TrainConfig:
 
 
 def of_preferences(config: TrainConfig) -> TrainConfig:
-    """Returns a copy for `dpo`: as `of_rewards`, and data.format=auto becomes preference, or unpaired for kto."""
+    """Returns a copy for `dpo`: always with optim.objective=preference and optim.max_loss_rise=None.
+
+    data.format=auto becomes unpaired if `preference.losses` is kto, else preference. A learning rate that was not given
+    becomes the usual rate of such runs.
+    """
     # The loss is not in nats per token, the unit of its limit.
     optim = replace(config.optim, objective="preference", max_loss_rise=None)
     form: Any = "unpaired" if config.preference.labelled else "preference"
@@ -336,10 +348,11 @@ def of_preferences(config: TrainConfig) -> TrainConfig:
 
 
 def as_trained(config: TrainConfig) -> TrainConfig:
-    """Returns the run as its command trains it, by the sections that have given parameters.
+    """Returns the run as its command trains it, by the sections of `config.sources`, which has all given parameters.
 
-    `rl` without `distill.on_policy` means `of_rewards`, else `preference` means `of_preferences`. All other runs, and
-    runs with a given optim.objective, such as the config.yaml of a run, are returned unchanged.
+    If a parameter of `rl` is given and distill.on_policy is false, it returns `of_rewards`. Otherwise, if a parameter
+    of `preference` is given, it returns `of_preferences`. All other runs, and runs with a given optim.objective, such
+    as the config.yaml of a run, are returned unchanged.
     """
     sections = {name.partition(".")[0] for name in config.sources}
     if "optim.objective" in config.sources:

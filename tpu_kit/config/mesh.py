@@ -83,7 +83,7 @@ class Mesh:
         return places
 
     def layout(self) -> str:
-        """Returns the device numbers by axes above 1 (or fsdp) as text, such as "[[0, 1], [2, 3]] by data, fsdp"."""
+        """Returns device numbers by axes above 1, such as "[[0, 1], [2, 3]] by data, fsdp"; for one "[0] by fsdp"."""
         import numpy as np  # a laptop that only reads a configuration may not have it
 
         used = [name for name in AXES if self.sizes[name] > 1] or ["fsdp"]
@@ -101,7 +101,10 @@ class Mesh:
         return kv_heads % (self.model * self.context) == 0
 
     def over_weights(self, spec: Spec) -> Spec:
-        """Returns a weight's spec with all axes of `weights` in place of "fsdp"."""
+        """Returns a weight's spec with all axes of `weights` in place of "fsdp".
+
+        With context above 1, ("fsdp", None) gives (("fsdp", "context"), None); otherwise the result is `spec`.
+        """
         if self.context == 1:
             return spec
         named = (((axes,) if isinstance(axes, str) else axes or ()) for axes in spec)
@@ -121,6 +124,8 @@ def mesh_text(value: Mapping[str, object]) -> str:
 
 def parse_mesh(text: str) -> dict[str, int]:
     """Returns the sizes of the axes that a text such as "data=2,fsdp=4" names; -1 stands for the remaining devices.
+
+    The result is in the text's order and lacks the axes that are not named. Spaces around names and sizes are ignored.
 
     Raises:
         ValueError: an axis is not in `AXES` or is named twice, a size is neither -1 nor above 0, or two sizes are -1.
@@ -142,9 +147,10 @@ def parse_mesh(text: str) -> dict[str, int]:
 
 
 def parse_rules(rules: Mapping[str, str] | None) -> tuple[tuple[str, Spec], ...]:
-    """Reads rules as pairs (glob of tensor names, spec); a rule's text has axes by dimension, as in "model+fsdp,None".
+    """Reads rules as pairs (glob of tensor names, spec), in order; globs are not checked. None gives ().
 
-    "None" in a text leaves a dimension whole. If `rules` is None, the result is ().
+    A rule's text has the axes of each dimension. {"*.q_proj": "model+fsdp,None"} gives (("*.q_proj", (("model",
+    "fsdp"), None)),), and "None" leaves a dimension whole.
 
     Raises:
         ValueError: an entry is neither fsdp, model nor None, or a rule names an axis twice.
@@ -168,10 +174,11 @@ def mesh_size(text: str) -> int | None:
 
 
 def resolve_mesh(text: str, devices: int, rules: Mapping[str, str] | None = None) -> Mesh:
-    """Returns the mesh of `devices` devices that `text` (see `parse_mesh`) means, with the user's sharding rules.
+    """Returns the mesh of `devices` devices that `text` (see `parse_mesh`) means, with the rules of `parse_rules`.
 
     Raises:
-        ValueError: the mesh has another number of devices; or as `parse_mesh` and `parse_rules`.
+        ValueError: the sizes' product is not `devices` or, beside -1, does not divide it; or as `parse_mesh` and
+            `parse_rules`.
     """
     sizes = parse_mesh(text)
     fixed = math.prod(size for size in sizes.values() if size > 0)
@@ -190,7 +197,8 @@ def environment_mesh(environ: Mapping[str, str]) -> str | None:
     """Returns TPU_MESH_CONFIG="4,2" with TPU_AXIS_NAMES="data,fsdp" as "data=4,fsdp=2"; None if both are unset.
 
     Raises:
-        ValueError: only one variable is set, their lengths differ, or they are no mesh.
+        ValueError: only one variable is set (an empty value counts as unset), their lengths differ, or `parse_mesh`
+            refuses the result.
     """
     sizes, names = environ.get("TPU_MESH_CONFIG"), environ.get("TPU_AXIS_NAMES")
     if not sizes and not names:

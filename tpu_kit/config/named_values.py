@@ -103,7 +103,8 @@ def imported(name: str) -> Callable[..., Any]:
     """Imports and returns the function or class that "module:function" names.
 
     Raises:
-        ValueError: it cannot be imported, for any error of the module, or is not callable.
+        ValueError: the module or the name does not exist, the module raises any error at import, or the object is not
+            callable.
     """
     module, _, function = name.partition(":")
     try:
@@ -175,10 +176,11 @@ def check_updates_between(count: float) -> None:
 
 
 def check_roles(columns: Mapping[str, str], fmt: str) -> None:
-    """Raises ValueError if the row format `fmt` lacks a role of `columns` (role -> column).
+    """Raises ValueError if a role of `columns` (role -> column) is unknown, or if the row format `fmt` lacks it.
 
-    For "auto" and module:function, a single format must have all the roles; preference and unpaired count only if a
-    role that they need is named. Names with an empty value are not checked: they may also be columns to leave out.
+    For "auto" and module:function, a single format in `FORMATS` must have all the roles. Then preference counts only if
+    chosen or rejected is named, and unpaired only if label is. Names with an empty value are not checked: they may also
+    be columns to leave out.
     """
     known = sorted({role for roles in ROLES.values() for role in roles})
     named = {role for role, column in columns.items() if column}

@@ -476,7 +476,7 @@ class TrainConfig:
 
     @property
     def teacher(self) -> ModelConfig | None:
-        """None, or `model` with the teacher's name, dtype and trust_remote_code, without revision and GGUF file."""
+        """None without distill.teacher; else `model` with its name, dtype, trust_remote_code, no revision and GGUF."""
         distill, model = self.distill, replace(self.model, revision=None, gguf_file=None)
         if distill.teacher is None:
             return None
@@ -578,7 +578,7 @@ def parameters() -> dict[str, ConfigField]:
 
 
 def flat_items(nested: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yields (name, value) of nested values: section.leaf in sections, other keys as they are; skips null sections."""
+    """Yields (name, value): section.leaf for the mapping of a section, other keys as they are; skips null sections."""
     for key, value in nested.items():
         if key in SECTIONS and isinstance(value, Mapping):
             yield from ((f"{key}.{leaf}", item) for leaf, item in value.items())

@@ -33,7 +33,8 @@ _TAGS = {"role": ("role", "from"), "content": ("content", "value"), "user": ("us
 def is_mix(key: str, value: Any) -> bool:
     """Returns whether the value of `key`, in `LISTS`, is for `mixed`, not for the rules of single keys.
 
-    True for any pretraining_dataset that is not empty, for several mappings, and for a mapping with weight or fraction.
+    True for any pretraining_dataset that is not empty. For datasets, True if all entries are mappings, and there are
+    several or the only entry has weight or fraction. An entry without a list counts as a list of it.
     """
     if key == "pretraining_dataset":
         return bool(value)
@@ -45,10 +46,15 @@ def is_mix(key: str, value: Any) -> bool:
 def mixed(key: str, value: Any, result: Translation, translated: Callable[[Mapping[str, Any]], Translation]) -> None:
     """Adds a list of data sets to a translation.
 
+    A single pretraining_dataset without a problem becomes a stream: data.source is its name, its other keys become
+    settings of the data section, and data.streaming and data.packing are true.
+
     Args:
         key: a key in `LISTS`.
         value: the value of the key: a mapping or a path, or a list of these.
-        result: receives `data.source`, for pretraining_dataset also its format, and the notes and problems of entries.
+        result: receives `data.source`, the name of a single source without other keys, else a list of mappings. It is
+            not set if an entry has no translated key. For pretraining_dataset, `result` also receives data.format=text
+            and data.too_long=split. Notes and problems of entries get the prefix "KEY[NUMBER]: ", from 1.
         translated: translates the keys of an entry, such as "datasets.path", to values by our names.
     """
     entries = value if isinstance(value, list) else [value]
@@ -123,7 +129,10 @@ def _add(said: str, sources: list[dict[str, Any]], result: Translation) -> None:
 def factory_mix(values: dict[str, Any], result: Translation) -> None:
     """Moves dataset, mix_strategy and interleave_probs from `values` to `data.source`, notes and problems of `result`.
 
-    Changes nothing unless dataset_info.json in `dataset_dir` (default: "data") has all data sets.
+    Changes nothing unless dataset_info.json in `dataset_dir` (default: "data") has all data sets. With
+    interleave_under, several sources get shares of the tokens. A strategy other than concat and interleave_under is a
+    problem. An entry that cannot be read, or is not for the file's `stage`, is a problem too, and then `data.source` is
+    not set.
     """
     folder = Path(str(values.get("dataset_dir") or "data"))
     named, listed = values.get("dataset"), _described(folder)

@@ -56,9 +56,12 @@ class Translation:
         return values.get(name, values.get(leaf))
 
     def add(self, key: str, value: Any, rule: Rule) -> None:
-        """Adds a value of the file by its rule to `values` and `notes`, or to `problems`.
+        """Adds a value of the file, named `key` there, to `values` by a rule, with a note; or only a note or problem.
 
-        An empty rule means the name in `NAMES`; for a key without a name there, the value is refused.
+        A rule may ignore the value (a note) or refuse it (a problem). A refused value that is false or empty is only
+        noted, unless the rule has "off". An empty rule means the name in `NAMES`; for a key without a name there, the
+        value is refused. If `values` has another value of the parameter, that is a problem, and the new value replaces
+        it.
         """
         hidden = is_secret_name(key) and not re.search("(bos|eos|pad|unk)_token$", key)
         assignment = f"{key}={'(hidden)' if hidden else show(value)}"
@@ -85,10 +88,16 @@ class Translation:
 def translate(values: Mapping[str, Any], ours: Collection[str], command: str = "") -> Translation:
     """Translates the values of a file; values of the kit stay as they are. `problems` of the result are not raised.
 
+    A list of data sets (dataset_info.json) or a file of accelerate gives only a problem. See `factory_mix` for a file
+    that is read.
+
     Args:
         values: the file's values, nested as in the file; not changed.
         ours: the kit's names, with and without their sections.
         command: the command that reads the file; it decides between trainers whose files have the same keys.
+
+    Returns:
+        A new Translation. If the file is of no known trainer, it has no `defaults`, but known names are translated.
     """
     registry = _TABLES["registry"]
     if values and all(isinstance(item, Mapping) and item.keys() & {*registry["keys"]} for item in values.values()):

@@ -21,12 +21,17 @@ def is_pair_loss(value: Any) -> bool:
 
 
 def name_losses(values: dict[str, Any], case: Collection[str], result: Translation) -> None:
-    """Removes the keys of preference losses, and of the likelihood's weight beside them, from the values of a file.
+    """Moves the keys of preference losses, and of the likelihood's weight, from the values of a file to `result`.
+
+    The keys depend on the trainer, such as loss_type, loss_weights and rpo_alpha for TRL. A weight of the likelihood
+    other than 0 adds the loss sft with this weight.
 
     Args:
-        values: the file's values by dotted name; changed.
+        values: the file's values by dotted name; the keys are removed.
         case: the cases of other_trainers.toml that hold.
-        result: receives `preference.losses`, `preference.loss_weights`, and a note or problems.
+        result: receives `preference.losses`, `preference.loss_weights` (if there are weights), and a note. It receives
+            a problem if the likelihood's weight is no number or is beside kto, or for a loss of CPOTrainer other than
+            simpo and alphapo.
     """
     said = dict[str, Any]()
 

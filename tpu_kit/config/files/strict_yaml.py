@@ -84,8 +84,12 @@ _Dumper.add_representer(str, _Dumper.represent_text)
 def load(text: str, source: str | Path) -> Any:
     """Returns the value of a YAML document, with texts as keys of mappings; None if it is empty.
 
+    "${package:NAME}" becomes the folder of that installed package.
+
     Raises:
-        ConfigError: it cannot be read; the text has `source`, such as the file, and the line if it is known.
+        ConfigError: it is no YAML, or has a duplicate key, an alias, or a list or mapping as key. Or it has an integer
+            that is not decimal, or a reference ${...} of another kind or to an absent package. The text has `source`,
+            such as the file, and the line if it is known.
     """
     try:
         return yaml.load(text, Loader=_Loader)

@@ -55,10 +55,13 @@ class DataSource:
 
 
 def read_sources(value: Any) -> Any:
-    """Converts a list to a tuple of `DataSource`, or a list of one name to the name; other values stay as they are.
+    """Converts a list of names, mappings or `DataSource` to a tuple of `DataSource`, or for one name alone to the name.
+
+    Other values, and an empty list, stay as they are.
 
     Raises:
-        ValueError: with all problems of all sources.
+        ValueError: with all problems of all sources: an unknown key, a bad value, no source, synthetic, several of
+            weight, tokens and repeat, equal names, or shares of tokens with a wrong sum.
     """
     if not isinstance(value, list | tuple) or not value:
         return value
@@ -211,7 +214,11 @@ class DataConfig:
 
     @property
     def source_names(self) -> tuple[str, ...]:
-        """The names of the sources of a list, all different, by default their files' names; () for one name."""
+        """The names of the sources of a list, all different, in order; () for one name.
+
+        A source without `name` has the last part of its path or hub id, without a data file's suffix; a glob has its
+        folder's name. If another source has this name, "#2" or a larger number is added.
+        """
         taken, names = [one.name for one in self.mix if one.name], list[str]()
         for one in self.mix:
             name = base = one.name or _name_of(str(one.source))
