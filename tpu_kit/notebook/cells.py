@@ -60,7 +60,8 @@ def config(
 ) -> TrainConfig:
     """Builds the configuration from the notebook's parameters, which have the leaf names of TrainConfig.
 
-    The parameter `push_to` sets `hub.model_id`, unless it is None. `output_dir` becomes the folder that `train` takes.
+    The parameter `push_to` sets `hub.model_id`, unless it is None. A null `output_dir` becomes the folder that `train`
+    takes, such as a folder of Google Drive on Colab.
 
     Args:
         namespace: ``globals()`` of the notebook; see `parameters`.
@@ -96,8 +97,10 @@ def start_config(run: TrainConfig, path: str, sections: Collection[str], values:
 def run_config(namespace: Mapping[str, Any], also: Collection[str] = ()) -> TrainConfig:
     """Reads the configuration of a trained run, found by its `run_name` or `output_dir`, also among Kaggle's inputs.
 
+    An address as `output_dir`, such as gs://, is not read: the run is then found in runs/RUN_NAME.
+
     Args:
-        namespace: as in `config`; other parameters, such as `num_replicas`, override the run's values.
+        namespace: as in `config`; the parameters given here, such as `num_replicas`, override the run's values.
         also: as in `config`.
 
     Raises:
@@ -140,7 +143,8 @@ def check_push(config: TrainConfig) -> None:
     """Reads HF_TOKEN and prints the repository that the result goes to; without `hub.model_id` prints how to set it.
 
     Raises:
-        ConfigError: this user cannot push to the repository.
+        ConfigError: the hub, which is asked, does not let this user push to the repository or cannot be reached, or an
+            export format is not possible here.
     """
     from tpu_kit.exporting.hub.publish import describe_push, hub_problems
 
@@ -172,9 +176,10 @@ def show_config(config: TrainConfig, *, all_settings: bool = False) -> None:
 
 
 def show_data(config: TrainConfig) -> Prepared:
-    """Plans the run as `train` does, and shows the run plan: columns, held-out rows, batch, memory and duration.
+    """Plans the run as `train` does, and prints the run plan: columns, held-out rows, batch, memory and duration.
 
-    Returns the tokenized rows. `train` does not print the same report of the rows again.
+    Trains nothing and makes no output folder. Returns the tokenized rows. `train` does not print the same report of the
+    rows again.
 
     Raises:
         ValueError: `train` would refuse the rows, the batch or the settings.
@@ -227,7 +232,7 @@ def _data_url(image: Any) -> str:
 
 
 def show_lengths(report: DataReport, max_length: int) -> None:
-    """Shows the lengths of the examples in tokens, the fill of the packed rows, and the shares of a mix's sources."""
+    """Shows the lengths of examples in tokens as histogram, the fill of packed rows, and shares of a mix's sources."""
     alone = sum(min(length, max_length) for length in report.lengths) / (len(report.lengths) * max_length)
     longer = sum(length > max_length for length in report.lengths)
     text = f"{len(report.lengths)} examples, longest {max(report.lengths)} tokens, {longer} over {max_length}; "
@@ -277,7 +282,8 @@ def show_answers(output_dir: str | Path, rows: int = 4) -> None:
 def show_blind_answers(config: TrainConfig, prepared: Prepared) -> float:
     """Answers held-out questions of `prepared`, with black pictures, by the run's adapter; shows how many are correct.
 
-    It is a control: without the pictures, a model that uses them can only guess.
+    It is a control: without the pictures, a model that uses them can only guess. tracking.generate_rows limits the
+    questions (0 = all). `prepared` does not change; errors are as in `evaluate`.
 
     Returns:
         The share of correct answers, 0 to 1.
@@ -324,7 +330,7 @@ def show_comparison(comparison: Mapping[str, Any], rows: int = 4) -> None:
 
 
 def show_run(config: TrainConfig, result: TrainResult) -> None:
-    """Shows status, speed, compiled programs, newest checkpoint and adapter of an ended run."""
+    """Shows status, number of updates, `run_figures`, newest checkpoint and adapter of an ended run as a table."""
     status = f"{result.ended} ({result.reason})" if result.reason else result.ended
     status += f": to resume it, {config.again}" if result.status == "preempted" else ""
     rows = {"status": status, "updates": f"{result.step} of {result.total_steps}"}
@@ -336,8 +342,8 @@ def show_run(config: TrainConfig, result: TrainResult) -> None:
 def show_group(output_dir: str | Path) -> None:
     """Shows a prompt and its group of completions from the last rollout of `grpo` in a run's folder, token by token.
 
-    Tokens that the update makes likelier are green, others red; darker tokens have a larger advantage. Plain text has |
-    between tokens. Raises FileNotFoundError if the run has no rollout yet.
+    The largest advantage comes first. Completions with an advantage above 0 are green, others red; a larger size of the
+    advantage is darker. Plain text has | between tokens. Raises FileNotFoundError if the run has no rollout yet.
     """
     from tpu_kit.training.losses.sampled_updates import GROUP_FILE
 
@@ -359,10 +365,12 @@ def show_group(output_dir: str | Path) -> None:
 def check_run(config: TrainConfig, result: TrainResult) -> None:
     """Checks that the loss of a run fell and that its weights exist; prints the result. A preempted run passes.
 
+    The training loss of `grpo` and `dpo` is not checked, because it varies more between rows than it falls; nor is the
+    loss of a single log.
+
     Raises:
-        ValueError: the last logged training loss is not below the first, the held-out loss did not fall, or the weights
-            are missing. The training loss of `grpo` and `dpo` is not checked, because it varies more between rows than
-            it falls.
+        ValueError: the last logged training loss is not below the first or not finite, `result.warning` says that the
+            held-out loss did not fall, or the adapter's folder has no weights.
     """
     if result.status == "preempted":
         print(f"{result.ended} ({result.reason}): nothing to check; run the training cell again")

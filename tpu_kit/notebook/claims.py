@@ -37,11 +37,13 @@ _SMALL = {
 def small_run(config: TrainConfig) -> dict[str, Any]:
     """Trains the embedded model on the devices of `config.launch`, resumes the run, and samples from the adapter.
 
+    The run is in a temporary folder, which is removed at the end.
+
     Returns:
         A dictionary with the keys
 
         - first_loss, last_loss: training losses of the first and the last update, in nats per token;
-        - updates: number of updates of both trainings together;
+        - updates: number of the last update of the second training;
         - size: bytes of the checkpoint; 0 if it is damaged, or not from the last step of the first training;
         - resumed: step from which the second training continued, None if it started anew;
         - tokens: number of tokens of the reply.
@@ -86,9 +88,10 @@ class Claims:
     settings: Mapping[str, Any] = field(default_factory=dict)
 
     def run(self) -> Iterator[tuple[str, Callable[[], tuple[bool | None, str]]]]:
-        """Yields claims with the functions that check them, to be called in this order: some read the first run.
+        """Yields pairs of a claim, as text, and the function that checks it; runs nothing itself.
 
-        A function returns whether the claim holds (None if this machine cannot check it) and a text.
+        Call the functions in this order: the first trains the main run, which later functions read. A function returns
+        whether the claim holds (None if this machine cannot check it) and a text.
         """
         yield "make train: most held-out questions are answered correctly after 80 updates", self._learns
         yield "between logs the host reads nothing from the device", self._reads_nothing
@@ -166,9 +169,11 @@ class Claims:
 def check_claims(
     config: TrainConfig, announce: Callable[[str], None] = lambda name: None, **options: Any
 ) -> Iterator[Check]:
-    """Checks the claims on the devices of `config.launch`; yields a result per claim, a failure if its check raises.
+    """Checks the claims on the devices of `config.launch`; yields a `Check` per claim, whose name is the claim.
 
-    `announce` is called with a claim before its check; `options` are `questions` and `settings` of `Claims`.
+    It is a failure if the claim does not hold or its check raises, and skipped if this machine cannot check it.
+    `announce` is called with a claim before its check; `options` are `questions` and `settings` of `Claims`. The runs
+    print nothing.
     """
     with tempfile.TemporaryDirectory(prefix="tpu_kit-") as folder:
         for text, check in Claims(config.launch, Path(folder), **options).run():

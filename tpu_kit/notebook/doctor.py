@@ -18,7 +18,12 @@ from tpu_kit.machine.checks import Check, Machine
 
 
 def diagnose(config: TrainConfig | None = None, at: Machine | None = None) -> Iterator[Check]:
-    """Yields the results of checks of `at` (None: this machine) for a run (None: the defaults), quick checks first."""
+    """Yields the results of checks of `at` (None: this machine) for a run (None: the defaults), quick checks first.
+
+    They are of Python, packages, this process, TPU, device type, GPUs if there are any, memory, disk, the run's files,
+    the hub, W&B and, for `grpo`, rollouts. Requests go to the hub and, on a machine with TPU chips, to the metadata
+    server.
+    """
     from tpu_kit.distributed import detection
     from tpu_kit.training.losses.rollout_programs import check_rollouts
 

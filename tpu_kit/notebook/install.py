@@ -80,7 +80,7 @@ class Site:
         return self.versions.get(_normal(package))
 
     def rows(self) -> list[dict[str, str]]:
-        """Returns the platform, accelerator, Python, backend and main versions as rows for `show_table`."""
+        """Returns rows of name and text for `show_table`: platform, accelerator, system, Python, backend, versions."""
         names = (*PACKAGES[:2], "torch_tpu", *PACKAGES[2:], "transformers", "peft")
         versions = {name: self.version(name) or "not installed" for name in names}
         found = {
@@ -124,7 +124,7 @@ def _dotted(python: tuple[int, int]) -> str:
 
 
 def pairings() -> list[dict[str, str]]:
-    """Returns versions that work together as rows for `show_table`; the first row is installed by default."""
+    """Returns rows for `show_table` of versions that work together: the default first, torch_tpu's last."""
     found = [(one.torch, f"torch_xla {one.torch}", " or ".join(one.libtpu), " or ".join(one.jax)) for one in PAIRINGS]
     tested = torch_tpu.TESTED
     found.append((tested["torch"], f"torch_tpu {tested['torch_tpu']}", tested["libtpu"], tested["jax"]))
@@ -185,7 +185,9 @@ def decide(
         extras: extras of the kit to install too, such as "trackers".
 
     Raises:
-        ValueError: the packages cannot be installed with this Python or on this machine; the text has alternatives.
+        ValueError: Python is not 3.11 to 3.13; or the choice is not gpu, and the system is not Linux x86_64 or has the
+            other backend (torch_xla, torch_tpu). Or packages are missing without pip and uv, or tpu_kit is not
+            installed.
     """
     kind = _kind(site, hardware, source)
     wrong: dict[str, tuple[str, str]] = {}  # package -> the required version in words, and the bounds to install
@@ -351,8 +353,7 @@ def ensure(kit_source: str = "git") -> None:
         kit_source: where the kit came from, as `source` in `decide`.
 
     Raises:
-        ValueError: the packages cannot be installed here, the command failed, or a loaded package was replaced, so that
-            the kernel must be restarted.
+        ValueError: as `decide` and `carry_out`, or a loaded package was replaced, so that the kernel must be restarted.
     """
     decision = decide(look(), source=kit_source)
     if not decision.command:
@@ -414,10 +415,11 @@ print("computed on", where)
 
 
 def check(decision: Decision) -> list[Check]:
-    """Loads the packages in a new process, and computes a sum there on a GPU, torch_xla's CPU or the CPU.
+    """Loads the packages of a kind in a new process, and computes a sum there; opens no TPU.
 
-    Returns a list of one result. It is a failure if the process fails, or if kind is "gpu" and a machine with a GPU
-    computes on the CPU.
+    It computes on torch_xla's CPU if kind is "tpu", otherwise on a GPU or, if torch sees none, on the CPU. Returns a
+    list of one result. It is a failure if the process fails, or if kind is "gpu" and a machine with a GPU computes on
+    the CPU.
     """
     pair = [name for name in _pair(decision.kind) if name != "jaxlib"]
     # The process must not open a TPU: PJRT_DEVICE is for torch_xla, TORCH_DEVICE_BACKEND_AUTOLOAD for torch_tpu.

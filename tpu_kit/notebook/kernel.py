@@ -53,15 +53,15 @@ def parameters(namespace: Mapping[str, Any]) -> dict[str, Any]:
 
     A kernel sees no cell tags, but it keeps the source of all cells that ran (`In`). The notebook's own parameters cell
     begins with a comment such as ``# Parameters: change them here``. papermill adds a cell after it that begins with
-    exactly ``# Parameters``. Only the last run of a cell counts, and papermill's cell only after the notebook's own. So
-    cells may run again in any order, and variables of other cells are never parameters.
+    exactly ``# Parameters``. Only the last run of a cell counts, and papermill's cell only if it ran after the
+    notebook's own. So cells may run again in any order, and variables of other cells are never parameters.
 
     Args:
         namespace: ``globals()`` of the notebook. In a mapping without `In` (a script), all names without a leading
             underscore and with a plain value are parameters.
 
     Raises:
-        ConfigError: no parameters cell has run in this kernel, it is not valid Python, or it hides its names.
+        ConfigError: no parameters cell has run in this kernel, it is not valid Python, or as in `assigned`.
     """
     if "In" not in namespace:
         return {k: v for k, v in namespace.items() if not k.startswith("_") and isinstance(v, _PLAIN)}
@@ -84,9 +84,11 @@ def parameters(namespace: Mapping[str, Any]) -> dict[str, Any]:
 def assigned(source: str) -> list[str]:
     """Returns the names that a cell assigns, also in tuples, under `if` or as loop variables.
 
+    Names of imports, functions and classes, and names assigned inside of them or of comprehensions, are left out.
+
     Raises:
         SyntaxError: the source is not Python.
-        ConfigError: the source may assign names that it does not show, for example with `exec`.
+        ConfigError: the source has `exec`, globals(), locals(), vars() or `import *`, so it may assign other names.
     """
     names: dict[str, None] = {}
     waiting: list[ast.AST] = [ast.parse(source)]

@@ -34,7 +34,8 @@ _WIDTH = 70  # characters of a cell's first line
 def run(paths: Sequence[Path], out: Path, parameters: Mapping[str, Any]) -> int:
     """Runs notebooks until one fails or its training is preempted; returns the exit code.
 
-    It is 0 if all ran, 1 for a failure, 75 if preempted or stopped by a signal. Signals are handled as in `_Job`.
+    It is 0 if all ran, 1 for a failure, 75 if preempted or stopped by a signal. The first signal (Ctrl-C or of
+    preemption) interrupts the cell, so that training saves; the second kills the kernel. The handlers stay.
 
     Args:
         paths: the notebooks.

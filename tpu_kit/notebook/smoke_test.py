@@ -76,10 +76,10 @@ def measure_cores(config: TrainConfig) -> dict[str, Any]:
     """Runs an all-reduce in all replicas, then repeatedly a program of bf16 matmuls; `config` has no effect.
 
     Returns:
-        A dictionary with the keys
+        A dictionary, on every rank, with the keys
 
-        - cores: a dictionary per replica: core (its rank), all-reduce (the sum of every rank + 1), TFLOP/s and, if the
-          device reports memory, GiB in use;
+        - cores: a list by rank of dictionaries: core (the rank), all-reduce (the sum of every rank + 1), TFLOP/s and,
+          if the device reports memory, GiB in use, the peak;
         - compiles, fallbacks: programs compiled and operations run on the host while the program was repeated.
     """
     rt = runtime.current()
@@ -126,8 +126,8 @@ def compare_kernel(config: TrainConfig) -> dict[str, dict[str, float]]:
     """Compares the splash kernel in bf16 with plain attention in fp32 on the host; `config` has no effect.
 
     Returns:
-        By name in `CASES`, then for "output" and the gradients of "query", "key" and "value": the norm of the
-        difference over the norm of the expected result.
+        {case: {part: difference}} for the names in `CASES`. The parts are "output" and the gradients "query", "key" and
+        "value". A difference is the norm of ours minus the expected result, over the norm of the expected result.
     """
     rt, differences = runtime.current(), {}
     for name, case in CASES.items():
@@ -187,6 +187,8 @@ def _host() -> Runtime:
 
 def compare_step(config: TrainConfig) -> dict[str, float] | None:
     """Takes a training step on all replicas, and the same step on the host with unrolled layers and plain attention.
+
+    The model is of `config`, with random adapters, and has two rows of random tokens per replica.
 
     Returns:
         On rank 0: loss (nats per token) and grad_norm of the replicas, host_loss and host_grad_norm of the host; None
@@ -261,10 +263,11 @@ def _rows(model: Any, config: TrainConfig, count: int) -> dict[str, torch.Tensor
 
 
 def measure_step(config: TrainConfig) -> dict[str, float | None]:
-    """Trains a model with random weights for `WARM_UP` + `TIMED` steps on equal rows.
+    """Trains a model with random weights for `WARM_UP` + `TIMED` steps on the same optim.batch_size rows per replica.
 
     Returns:
-        seconds per timed step; peak_bytes, the peak of device memory, None if it is not counted.
+        A dictionary: seconds, the mean of a timed step; peak_bytes, the peak of device memory, None if it is not
+        counted.
     """
     rt = runtime.current()
     model = trainable.adapt(empty_model(config), config.lora, config.model.base_dtype).train()

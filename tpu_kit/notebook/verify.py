@@ -88,9 +88,11 @@ class Record(Check):
 def verify(
     config: TrainConfig, report: str | Path = REPORT, announce: Callable[[str], None] = lambda name: None
 ) -> Iterator[Record]:
-    """Checks this machine's devices; yields a row after each check. A failure does not stop the next checks.
+    """Checks this machine's devices; yields a `Record` after each check. A failure does not stop the next checks.
 
-    The rows: cores, splash kernel, training step (two if scanned layers fail), tokens, memory, step time, small run.
+    Their names are Cores, Splash kernel, "Step, scanned", Tokens, Memory, Step time and Small run. "Step, unrolled"
+    follows if scanned layers fail, and replaces them off XLA. Checks that are not for this device are skipped. A failed
+    check is a warning for the kernel, scanned layers, memory and step time, because the kit then does without them.
     Without a device, or with a report that cannot be written, yields only one failure, "Verify" or "Report".
 
     Args:
@@ -398,8 +400,8 @@ def _write_report(path: Path, backend: detection.Backend, measured: Calibration,
 def print_report(config: TrainConfig, file: str = REPORT, claims: bool = False) -> int:
     """Runs `verify` and prints its rows and a summary; returns 1 if any row is a failure or a warning, else 0.
 
-    With `claims` it then checks the README's claims about a run, and prints all results as text for an issue. `file` is
-    the report.
+    With `claims` it then checks the README's claims about a run, whose failures count too, and prints all results as
+    text for an issue; but not if no check could start. `file` is the report.
     """
     records: list[Check] = []
 

@@ -19,7 +19,7 @@ from tpu_kit.training.outcome import BEFORE_TRAINING
 
 
 def show_pair(prepared: Prepared, number: int = 0) -> None:
-    """Shows training pair `number`, from 0, of `dpo`: the prompt, then both replies with compared text highlighted."""
+    """Shows training pair `number` (from 0) of `dpo`, not kto: the prompt, then both replies, compared text marked."""
     assert prepared.encoder is not None and prepared.train.documents.pairs is not None
     ids, mask = prepared.train.document(number)
     unit, decode = Unit(*prepared.train.documents.pairs[number].tolist()), prepared.encoder.tokenizer.decode
@@ -34,6 +34,8 @@ def show_pair(prepared: Prepared, number: int = 0) -> None:
 
 def show_rewards(output_dir: str | Path, held_out: int) -> None:
     """Plots, by step, a run's rewards and its shares of pairs whose chosen reply has the larger reward.
+
+    Plain text has only the last share of held-out pairs, empty without an evaluation after the start.
 
     Args:
         output_dir: the run's folder.
@@ -68,7 +70,7 @@ def _steps(records: list[dict[str, Any]]) -> list[int]:
 
 
 def show_gains(output_dir: str | Path) -> None:
-    """Shows a held-out pair token by token, with the gain in log-probability since the start of training.
+    """Shows the run's first held-out pair token by token, with the gain in log-probability since the start of training.
 
     Green tokens have become likelier, red tokens less likely; darker tokens have changed more. Plain text has the gain
     in nats after each token. For a run without such a pair, prints the reason.

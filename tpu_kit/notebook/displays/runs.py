@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 def live(output_dir: str | Path, every: float = 5.0) -> Iterator[None]:
     """Shows the progress and the curves of a run while the `with` block runs, and at its end, also after an error.
 
-    Turns off the run's own bar, because a notebook would keep every redraw. Outside IPython, only prints the final
-    losses, if the block raises nothing.
+    Turns off the run's own bar, because a notebook would keep every redraw. Outside IPython, only prints the first and
+    last losses (`grpo`: rewards) at the end, if the block raises nothing.
 
     Args:
         output_dir: the run's folder.
@@ -78,8 +78,9 @@ def live(output_dir: str | Path, every: float = 5.0) -> Iterator[None]:
 def run_figures(records: list[dict[str, Any]]) -> dict[str, str]:
     """Returns texts for display by name from a run's metrics records; {} without training records.
 
-    If the records have them: resumed from, compiled programs, tokens/s/chip and MFU (medians without the first record),
-    and for `grpo` reward, groups of equal rewards, seconds of an update.
+    The names, if the records have them, are resumed from, compiled programs, tokens/s/chip and MFU (medians), and for
+    `grpo` reward (at first, at last), groups of equal rewards and seconds of an update (means). Medians, rewards and
+    means leave out the first training record, unless it is the only record.
     """
     train = [record for record in records if record["kind"] == "train"]
     if not train:
@@ -168,7 +169,7 @@ def _modified(file: Path) -> float:
 def show_memory(plan: Plan) -> None:
     """Shows the parts of the peak memory of the plan's setting, largest first, in GiB and % of a device.
 
-    Leaves out parts below a thousandth of the peak; adds the peak and the device's memory.
+    Leaves out parts below a thousandth of the peak; the last rows are the peak and the device's memory.
     """
     parts, limit = dict(sorted(plan.parts.items(), key=lambda part: -part[1])), plan.where.limit
     parts |= {"peak": plan.peak_bytes, f"a device of {plan.where.name} has": limit}
@@ -181,7 +182,7 @@ def show_memory(plan: Plan) -> None:
 
 
 def show_mesh(plan: Plan) -> None:
-    """Shows the devices, shards and collectives of the chosen setting's mesh, or that there is no mesh."""
+    """Shows devices, tensors (singly from 1 MiB a device) and collectives of the plan's mesh, or that there is none."""
     from tpu_kit.planning.report import collective_rows, mesh_lines, tensor_rows
 
     if plan.where.mesh is None:
