@@ -10,7 +10,7 @@ from tpu_kit.distributed.replica.runtime import GC_THRESHOLD
 
 
 def run() -> NoReturn:
-    """Runs the command in `sys.argv`, and ends the process with its exit code."""
+    """Runs `cli.main` with `sys.argv`; raises SystemExit with its exit code. stdout and stderr stay `SafeStream`s."""
     gc.set_threshold(GC_THRESHOLD)
     streams: list[Any] = [SafeStream(stream) for stream in (sys.stdout, sys.stderr)]
     sys.stdout, sys.stderr = streams  # until the end: Python prints tracebacks of unhandled errors

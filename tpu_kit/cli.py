@@ -122,13 +122,19 @@ def parse(texts: Sequence[str]) -> argparse.Namespace:
     Returns:
         A namespace with the files and flags; `function`, which runs the command; `options`, an instance of each of the
         command's dataclasses; and `settings`, the `key=value` texts that set none of their fields. If the command takes
-        a configuration, `config` is a TrainConfig that includes `settings`, and `file` the argument, None if not given.
-        `adapter` is then the text of the option `adapter`, unchecked, or without it the folder or URL of the adapter in
-        the run `file`; None means the base model.
+        a configuration, it also has
+
+        - file: the argument, None if not given;
+        - config: the TrainConfig of `file` with `settings`. Without `file` it is based on the config.yaml of the run
+          that the option `adapter` names, or else on the defaults.
+        - adapter: the text of the option `adapter`, unchecked, if it is given. Otherwise the folder (Path) or URL of
+          the adapter in the run `file`. None means the base model: for adapter=null, and if `file` is no run or has no
+          adapter.
 
     Raises:
-        ConfigError: the command, flags or values are wrong, a file is missing, or there are too many files.
-        SystemExit: after --help or --version.
+        ConfigError: a command, flag, key or value is wrong, there are too many files, `file` or its run does not exist,
+            or as `load_config`.
+        SystemExit: after --help or --version, which are printed.
     """
     name, *texts = texts
     kinds, others = (command.own, command.others) if (command := _INSTALLED.get(name)) else ((), False)

@@ -207,18 +207,18 @@ def cot_rows(split: str, n: int, seed: int = 0) -> list[dict[str, str]]:
     """Generates `n` word problems of two to four steps, with rationale and answer.
 
     The same arguments give the same rows on every machine. No question occurs twice in a call, or in both splits. The
-    rows alternate between the families of problems.
+    six families of problems in `FAMILIES` take turns.
 
     Args:
         split: "train" or "eval", which is also held out from the pre-training corpus.
         n: number of rows.
-        seed: seed of the rows; other seeds give other rows of the split.
+        seed: seed of the rows. Other seeds give other rows of the split, and some questions may be the same.
 
     Returns:
         Rows `dict(question, reasoning, answer)` of texts; `reasoning` has a step per line, `answer` is in "1".."60".
 
     Raises:
-        ValueError: `split` is unknown, `n` is negative, or there are fewer problems than `n`.
+        ValueError: `split` is unknown, `n` is negative, or `n` is so large that 200 draws give no new question.
     """
     if split not in ("train", "eval"):
         raise ValueError(f'split must be "train" or "eval", got {split!r}')
@@ -251,12 +251,13 @@ _SIGNS: dict[str, Callable[[int, int], float]] = {
 
 
 def preference_rows(split: str, n: int, seed: int = 0) -> list[dict[str, str]]:
-    """Generates the problems of `cot_rows` with a right solution and a wrong one, in which a step has a wrong result.
+    """Generates the problems of `cot_rows` with a right reply and a wrong reply; the arguments are as there.
 
-    The arguments are as in `cot_rows`.
+    In the wrong reply, a random step has a wrong result, later steps go on with it, and the answer is wrong.
 
     Returns:
-        Rows `dict(question, chosen, rejected)`; replies are <think> steps </think> and an answer, wrong in `rejected`.
+        Rows `dict(question, chosen, rejected)` of texts. A reply is "<think>", its steps, "</think>" and the answer,
+        all on lines of their own; `chosen` is the right reply.
 
     Raises:
         ValueError: as `cot_rows`.

@@ -52,7 +52,11 @@ class Task(NamedTuple):
 
 
 def task(number: int, split: str = "train", seed: int = 0) -> Task:
-    """Draws row `number` of a split, "train", "eval" or any other text; the same arguments give the same task."""
+    """Draws row `number` (from 0) of a split, "train", "eval" or any other text; the same arguments give the same task.
+
+    The picture shows a circle or a square, and the question is about its colour or shape; or it shows one to three
+    equal shapes to count. `ROWS` does not limit `number`, and another `seed` gives other tasks.
+    """
     draw = random.Random(f"{split} {seed} {number}")
     kind = draw.choice(KINDS)
     count = draw.randint(1, MOST) if kind == "count" else 1
@@ -99,7 +103,7 @@ def rows(split: str, count: int, seed: int) -> list[dict[str, Any]]:
 
 
 def make_model(folder: Path) -> None:
-    """Writes the fp32 model, tokenizer and preprocessor_config.json to a folder, made if absent; always the same."""
+    """Writes the fp32 model, tokenizer and preprocessor_config.json, always the same, to a folder, made if absent."""
     import torch
     from transformers import AutoModelForImageTextToText, Gemma4UnifiedConfig
 
@@ -160,7 +164,11 @@ def _tokenizer() -> Any:
 
 
 def model_dir(cache: Path = Path("~/.cache/tpu_kit")) -> Path:
-    """Returns the model's folder in `cache` (~ is the home), made if absent; its name hashes code and versions."""
+    """Returns the model's folder in `cache`, embedded-images-HASH, which `make_model` writes if it is absent.
+
+    HASH is of this module's source and the versions of transformers and tokenizers. `cache` is made if absent; a ~ at
+    its beginning is the home.
+    """
     import hashlib
     import shutil
     import tempfile
