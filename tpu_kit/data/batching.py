@@ -131,7 +131,8 @@ def filled_rows(
         by_size: document numbers, smallest documents first; at least one.
         starts: index in `by_size` of the first document of every size.
         fullest: takes the number of documents left of every size, and the index of the largest size left. Returns the
-            documents of a row as index of size -> number of documents, with at least one of the largest size.
+            documents of a row as index of size -> number of documents, with at least one of the largest size. More
+            rows with these numbers follow while enough documents are left.
 
     Returns:
         As `best_fill`: the document numbers in the order of the rows, and the number of documents per row (int64).
@@ -190,9 +191,10 @@ class Grouping:
     turns: bool
 
     def arranged(self, order: np.ndarray) -> np.ndarray:
-        """Returns the row numbers `order` by group, or in turns (a row of group 0, a row of group 1, ...).
+        """Returns a copy of the row numbers `order` by group, or with `turns` a row of group 0, then of group 1, ...
 
-        Groups are in the order of their numbers; rows of a group keep their order.
+        Groups are in the order of their numbers, and the turns skip groups that have ended. Rows of a group keep their
+        order.
         """
         groups = self.of_rows[order]
         by_group = np.argsort(groups, kind="stable")
@@ -302,7 +304,8 @@ class PackedDataset:
         Returns:
             input_ids, labels and position_ids, int64 (rows, length), and segment_ids, int32 for TPU attention kernels:
             1, 2, ... for the documents of a row and 0 in empty slots. Labels are the input ids where tokens carry loss,
-            else -100, and are not shifted. Also the tensors of `columns`, by name, and the tensors that `further` adds.
+            else -100, and are not shifted. Positions count from 0 in every document. Also the tensors of `columns`, by
+            name, and the tensors that `further` adds.
         """
         shape = (len(rows), self.length)
         ids, labels = np.full(shape, self.pad_id, dtype=np.int64), np.full(shape, IGNORED, dtype=np.int64)
@@ -326,10 +329,11 @@ class PackedDataset:
 def permutation(
     rows: int, seed: int, epoch: int, shuffle: bool = True, grouping: Grouping | None = None, shard: int = 0
 ) -> np.ndarray:
-    """Returns the order of rows in an epoch, or in shard `shard` of a stream's epoch: (rows,) int64, read-only.
+    """Returns the row numbers 0 to `rows` - 1 in the order of an epoch, or of an epoch of one shard of a stream.
 
-    `rows` is their number. `seed`, `epoch` and `shard` decide a random order; without `shuffle` rows keep their order.
-    Then `grouping` arranges them. Sorts raw output of a bit generator, which is the same in all versions of NumPy.
+    The array is (rows,) int64, read-only and cached. With `shuffle`, the order is random and depends on `seed`, `epoch`
+    and `shard` (0 without a stream); it is the same in all versions of NumPy. Without `shuffle`, rows keep their order.
+    Then `grouping.arranged` changes the order, unless `grouping` is None.
     """
     order = np.arange(rows)
     if shuffle:
@@ -347,8 +351,15 @@ def eval_batches(
 ) -> Iterator[dict[str, torch.Tensor]]:
     """Yields this process's part of all rows, or of the row numbers in `chosen`, in order, as batches of `tensors`.
 
-    Every step takes the next `data_size * batch_size` rows; empty rows fill the last step. Shard n, from 0, gets block
-    n of `batch_size` rows. A batch has the blocks of the shard numbers in `shards`, the shards of this process.
+    Every step takes the next `data_size * batch_size` rows; empty rows fill the last step. Data shard n, from 0, gets
+    block n of `batch_size` rows. A batch has the blocks of `shards`: `len(shards) * batch_size` rows.
+
+    Args:
+        dataset: the rows.
+        shards: numbers of the data shards of this process.
+        data_size: number of data shards of all processes.
+        batch_size: rows per data shard and step.
+        chosen: row numbers; None means all rows.
     """
     chosen = np.arange(len(dataset)) if chosen is None else chosen
     count = -(-len(chosen) // (batch_size * data_size))
@@ -361,8 +372,8 @@ def eval_batches(
 def prefetch(items: Iterator[T], depth: int = 2) -> Iterator[T]:
     """Yields the items of an iterator; a thread computes up to `depth` items ahead, from the first request on.
 
-    An exception of `items` is raised in place of the item, and ends the generator. The thread ends with the generator,
-    after the item that it computes.
+    An exception of `items` is raised in place of the item, and ends the generator. At its end, or when it is closed,
+    the generator waits until the thread has computed its present item and has ended.
     """
     end: Any = object()
     executor = ThreadPoolExecutor(1, thread_name_prefix="prefetch")
@@ -400,16 +411,16 @@ class Update:
 def updates(dataset_rows: float, plan: BatchPlan, optim: OptimConfig) -> Iterator[Update]:
     """Yields the updates of a run in order.
 
-    The last rows of an epoch that do not fill an update are left out. Every epoch has a new order.
+    The last rows of an epoch that do not fill an update are left out. All updates of a stream are in epoch 0.
 
     Args:
-        dataset_rows: number of packed rows; infinity for a stream.
+        dataset_rows: number of packed rows; infinity for a stream, which needs `max_steps`.
         plan: rows, replicas and passes of the first update.
         optim: `max_steps` ends the run, or if null `epochs`: an update is left out if more than half of it lies behind
             the end, but a run has at least one update. `batch_growth_*` multiplies the passes.
 
     Raises:
-        ValueError: on iteration, at an update that takes more rows than there are.
+        ValueError: on iteration, at an update that takes more rows than there are; has the text of `too_few_rows`.
     """
     step, epoch, first_row = 1, 0, 0
     while optim.max_steps is None or step <= optim.max_steps:
@@ -429,7 +440,7 @@ def updates(dataset_rows: float, plan: BatchPlan, optim: OptimConfig) -> Iterato
 
 
 def too_few_rows(dataset_rows: int, plan: BatchPlan) -> str:
-    """Returns the error text for `dataset_rows` packed rows that do not fill an update of `plan`, with advice."""
+    """Returns an error text, with settings that fit: `dataset_rows` packed rows do not fill an update of `plan`."""
     rows, replicas, passes = plan.batch_size, plan.num_replicas, plan.gradient_accumulation
     fixes = [f"launch.num_replicas={dataset_rows}"] if dataset_rows < replicas else []
     if fewer := dataset_rows // (replicas * passes):
@@ -477,8 +488,9 @@ def _passes(step: int, plan: BatchPlan, optim: OptimConfig) -> int:
 def learning_rate(step: int, total_steps: int, optim: OptimConfig, growth: float = 1.0) -> float:
     """Returns the learning rate of a step.
 
-    Warm-up is linear from 0, the rate of step 1, over `warmup_steps` or else `warmup_ratio` of all steps. The decay to
-    `min_learning_rate_ratio` of the peak is linear or a half cosine, as in transformers, or there is none ("constant").
+    Warm-up is linear from 0, the rate of step 1. It takes `warmup_steps`, or if these are 0 the share `warmup_ratio` of
+    all steps, rounded up; if both are 0, step 1 has the peak. The decay to `min_learning_rate_ratio` of the peak is
+    linear or a half cosine, and would end at step `total_steps` + 1. With "constant" there is none.
 
     Args:
         step: number of the step, from 1.

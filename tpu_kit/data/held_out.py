@@ -55,7 +55,7 @@ class Questions(NamedTuple):
 
     @classmethod
     def read(cls, run: Path | str) -> Questions | None:
-        """Reads the questions of a run's folder or URL; None without the file.
+        """Reads the file `QUESTIONS` of a run's folder or URL; returns None if there is no such file.
 
         Raises ValueError if it is damaged or of another version of the kit, or if the object store cannot be read.
         """
@@ -96,19 +96,20 @@ def drawn(rows: np.ndarray, seed: int) -> np.ndarray:
 def choose_questions(
     questions: np.ndarray, earlier: np.ndarray, config: DataConfig, trained: np.ndarray = NONE
 ) -> np.ndarray:
-    """Chooses the questions to hold out: fewer than configured if too few are left that were not trained before.
+    """Chooses the questions to hold out, by their hashes and the seed; `held_out_rows` says how many.
 
     Args:
-        questions: questions of the rows, as hashes, which may repeat; their number sets a null or fractional eval_rows.
+        questions: questions of the rows, int64 hashes, which may repeat. The number of different questions outside of
+            `earlier` decides how many a null or fractional eval_rows means.
         earlier: prompts of earlier replies in chats. They are not chosen, because training on the chat trains on them.
         config: the data section.
         trained: prompts that the run's starting adapter was trained on. They are not chosen.
 
     Returns:
-        int64, distinct questions; empty if eval_rows is 0.
+        int64, distinct questions. There are fewer, perhaps none, if `trained` leaves too few. Empty if eval_rows is 0.
 
     Raises:
-        ValueError: eval_rows leaves no question to train on.
+        ValueError: eval_rows leaves no question outside of `earlier` to train on.
     """
     if config.eval_rows == 0:
         return NONE

@@ -67,7 +67,10 @@ class Mixed(Tokenized):
 
     @classmethod
     def of(cls, parts: Sequence[Tokenized], names: tuple[str, ...]) -> Mixed:
-        """Joins sources; `rows`, `encoder` are of the first source that the chat template renders, or of `parts[0]`."""
+        """Joins the sources `parts`, whose names are `names`; numbers their rows consecutively.
+
+        `rows` and `encoder` are taken from the first source that the chat template renders, or else from `parts[0]`.
+        """
         starts = np.cumsum([0, *(len(part.rows) for part in parts)])[:-1]
         firsts = np.cumsum([0, *(len(part.documents) for part in parts)])[:-1]
         names_of_arrays = ("full_lengths", "whole_lengths", "questions", "users", "special", "earlier", "reasoning")
@@ -93,7 +96,7 @@ class Mixed(Tokenized):
         return f"row {self.mix.place(row)}"
 
     def raw_rows(self, numbers: np.ndarray) -> RawRows:
-        """Returns rows by their numbers in the mix, in the given order, as `Tokenized.raw_rows`."""
+        """Returns usable rows by their numbers in the mix, at least one, in the given order, with their prompts."""
         sources, made = self.mix.of(numbers), dict[int, Any]()
         for source, (part, start) in enumerate(zip(self.parts, self.mix.starts, strict=True)):
             places = np.flatnonzero(sources == source)
@@ -134,11 +137,12 @@ def tokenize_sources(
         tokenizer: the tokenizer; its chat template may change, as in `opened_source`.
         split: split of all sources for evaluation, overriding theirs; only the first of sources with the same rows is
             kept then. None means their own splits; sources with the same rows are then an error.
-        like: layouts of the training rows, one per source, also for a single source.
+        like: for evaluation, the layouts of the training rows, one per source, also for a single source; else None.
         processor: as in `opened_source`.
 
     Raises:
-        ValueError: as `opened_source` and `tokenized`; with the problems of all sources.
+        ValueError: as `opened_source` and `tokenized`, or two sources of a mix have the same rows and `split` is None.
+            The text has the problems of all sources.
     """
     parts, problems = list[tuple[str, Opened]](), list[str]()
     names = data.source_names or (str(data.source),)
@@ -197,8 +201,9 @@ class Epoch(NamedTuple):
     def packed(self, fill: Callable[[np.ndarray], Packed]) -> tuple[Packed, Grouping | None]:
         """Packs the documents; a packed row has documents of a single group.
 
-        `fill` takes document numbers, and returns `Packed` with indices in its argument in place of document numbers.
-        Returns the packing, as `Packed`, and the order of the packed rows for `permutation`; None without `order`.
+        `fill` (`fill_of`) takes document numbers, and returns `Packed` with indices in its argument in place of them.
+        Returns the packing, as `Packed` with document numbers, and the argument `grouping` of `permutation`. The
+        grouping is None without `order`.
         """
         if self.groups is None:
             order, counts = fill(self.documents)
@@ -223,7 +228,7 @@ def apart(tokens: Tokenized, used: np.ndarray) -> Epoch:
 
 
 def epoch_of(tokens: Tokenized, used: np.ndarray, data: DataConfig) -> Epoch:
-    """Chooses the documents of an epoch, repeated by the weights and shares of their sources.
+    """Chooses the documents of an epoch: in a mix by the weights and shares of the sources, else every used document.
 
     Groups them for packing and order by `pack_apart`, `order` and `curriculum` of the section.
 
@@ -233,8 +238,8 @@ def epoch_of(tokens: Tokenized, used: np.ndarray, data: DataConfig) -> Epoch:
         data: the data section.
 
     Raises:
-        ValueError: a source has no used row, weights or shares leave it none, or a curriculum's column is missing or
-            holds a value that is not a number; has the problems of all sources.
+        ValueError: in a mix, a source has no used row, or its weight or share leaves it none. Or a curriculum's column
+            is missing or holds a value that is not a number. The text has the problems of all sources.
     """
     documents = np.flatnonzero(used)
     if isinstance(tokens, Mixed):
@@ -359,8 +364,8 @@ def _stages(values: np.ndarray, lengths: np.ndarray, tokens: int) -> np.ndarray:
 def rows_of_epoch(tokens: Tokenized, chosen: np.ndarray, epoch: Epoch) -> np.ndarray:
     """Returns the sorted numbers of the rows that a run samples from.
 
-    Without a mix they are the distinct rows of the documents that the bool mask `chosen` marks. In a mix, a row occurs
-    as often as in `epoch`.
+    Without a mix they are the distinct rows of the documents that the bool mask `chosen` marks; `epoch` is ignored. In
+    a mix, a row occurs as often as its first document in `epoch`; `chosen` is ignored.
     """
     rows = tokens.documents.source_rows
     if not isinstance(tokens, Mixed):
@@ -390,7 +395,10 @@ def fill_of(lengths: np.ndarray, data: DataConfig) -> Callable[[np.ndarray], Pac
 
 
 def source_column(dataset: PackedDataset, mix: Mix) -> Callable[[np.ndarray], torch.Tensor]:
-    """Makes an entry of `PackedDataset.columns`: int32 (rows, length), source of a token from 1, 0 in empty slots."""
+    """Makes an entry of `PackedDataset.columns`: int32 (rows, length), number of a token's source in the mix.
+
+    The number is the index in `mix.names` plus 1, and 0 in empty slots.
+    """
     sources = mix.of(dataset.documents.source_rows).astype(np.int32) + 1
 
     def read(rows: np.ndarray) -> torch.Tensor:
@@ -430,9 +438,9 @@ class SourceCounts(NamedTuple):
 
 
 def count_sources(tokens: Tokenized, used: np.ndarray, documents: np.ndarray) -> tuple[SourceCounts, ...]:
-    """Counts an epoch's `documents` (numbers, with repeats) by source, and compares with the mask `used` of documents.
+    """Returns the counts of an epoch's `documents` (numbers, with repeats) for every source of a mix, in its order.
 
-    Returns an empty tuple without a mix.
+    `used` is the mask of the trainable documents, for `SourceCounts.times`. Without a mix, returns an empty tuple.
     """
     if not isinstance(tokens, Mixed):
         return ()
@@ -449,7 +457,11 @@ def count_sources(tokens: Tokenized, used: np.ndarray, documents: np.ndarray) ->
 
 
 def sources_table(sources: Sequence[SourceCounts]) -> list[str]:
-    """Returns the report's lines about one or more sources of a mix; warns of rows repeated more than `MOST_TIMES`."""
+    """Returns the report's lines about one or more sources of a mix.
+
+    First comes a line per source with its layout, then a table with a row per source. A last line warns of sources
+    whose rows are repeated more than `MOST_TIMES`, if there are any.
+    """
     tokens, loss = (sum(counts) for counts in zip(*((one.tokens, one.loss_tokens) for one in sources), strict=True))
     rows: list[dict[str, object]] = [
         {

@@ -75,7 +75,10 @@ class PairLayout(NamedTuple):
 
     @classmethod
     def of(cls, config: TrainConfig) -> PairLayout | None:
-        """Returns the layout of a run; None for a run without pairs. Reads the model's shape; may raise ValueError."""
+        """Returns the layout of a run on pairs or labelled replies; None for other runs (`TrainConfig.on_pairs`).
+
+        `shares` depends on the model's shape, except with the loss orpo: raises ValueError as `read_shape`.
+        """
         if not config.on_pairs:
             return None
         from tpu_kit.model.shape_cache import read_shape
@@ -111,7 +114,7 @@ class PairCounts(NamedTuple):
     good: int | None = None
 
     def lines(self) -> list[str]:
-        """Returns the report's lines about pairs, or about labelled replies if `good` is not None."""
+        """Returns a line about pairs, or about labelled replies if `good` is not None; a second line if `moved` > 0."""
         reasons = {
             "have the same reply twice": self.equal, "have the same reply twice after truncation": self.cut_equal,
             "have a prompt that fills data.max_length": self.no_room,
@@ -136,13 +139,14 @@ def columns_of_pair(
 ) -> dict[str, Any]:
     """Returns the columns of a tokenised pair: both texts, the chosen first; `as_units` truncates the replies.
 
-    They are input_ids, loss_mask, full_length, whole_length, pair (`PairTokens`), special (text of a special token)
-    and reasoning, counted in the chosen reply.
+    They are input_ids, loss_mask, full_length and whole_length (both the number of tokens of both texts), and pair
+    (`PairTokens`). Further columns are special (first text of a special token in either text, or "") and reasoning,
+    counted in the chosen reply.
 
     Args:
         chosen: the conversation with the chosen reply; its `rejected` has the other reply.
-        documents: documents of the chosen conversation.
-        example: tokens of the chosen conversation.
+        documents: `encoder.documents(chosen)`.
+        example: `encoder.encode(documents[0])`.
         encoder: encoder of the rows.
 
     Raises:
@@ -219,7 +223,8 @@ def as_units(tokens: Tokenized, shares: bool) -> tuple[Tokenized, PairCounts]:
     """Makes units of at most `data.max_length` tokens from tokenised pairs; leaves out pairs with nothing to learn.
 
     Truncates the end of the longer reply first, and never the prompt. There is nothing to learn if both replies are the
-    same, or no token of a reply is left. With `shares`, they share a prompt; without, they have their own copies.
+    same, also after truncation, or if no token of one of them is left. With `shares`, they share a prompt; without,
+    they have their own copies. A labelled reply gets the reply of another row as its rejected reply.
     Returns the units, whose `documents.pairs` has the fields of `Unit`, and counts of all pairs.
 
     Raises:
@@ -277,7 +282,8 @@ def as_units(tokens: Tokenized, shares: bool) -> tuple[Tokenized, PairCounts]:
 def as_chosen(tokens: Tokenized) -> Tokenized:
     """Makes documents from the chosen replies with their prompts, cut to `data.max_length` tokens.
 
-    Leaves out rejected replies and replies labelled as bad, and says so in the layout's notes.
+    Leaves out rejected replies and replies labelled as bad, and says so in `encoder.layout.notes` of the result. Its
+    `documents.pairs` is None; it has no documents if all replies are bad.
     """
     documents, encoder = tokens.documents, tokens.encoder
     assert documents.pairs is not None

@@ -157,7 +157,7 @@ class Prepared:
         return "" if self.eval_mix is None else self.eval_mix.names[int(self.eval_mix.of(self.eval_numbers[row]))]
 
     def eval_parts(self) -> dict[str, np.ndarray]:
-        """Returns the numbers of the rows of `eval`, which is not None, by the name of their source in a mix.
+        """Returns the numbers of the packed rows of `eval`, which is not None, by the name of their source in a mix.
 
         Leaves out sources without rows. Without a mix, all numbers are under the name "".
         """
@@ -207,23 +207,26 @@ def prepare(
     model: ModelConfig | None = None,
     pairs: PairLayout | None = None,
 ) -> Prepared:
-    """Loads rows, chooses held-out rows, tokenises, checks and packs them.
+    """Loads rows, chooses held-out rows, tokenises, checks and packs them; not for streams (`prepare_stream`).
 
     Args:
-        config: the data section.
-        tokenizer: a fast Hugging Face tokenizer (None for the synthetic source); without a chat template it gets
-            `chat_template.DEFAULT_TEMPLATE` if the rows are chats.
+        config: the data section. Held-out rows come from its eval_source or eval_split, or else from the training rows.
+        tokenizer: a fast Hugging Face tokenizer (None for the synthetic source); its chat template may change, as in
+            `tokenizing.encoder_of`.
         vocab_size: rows of the model's embedding, required for the synthetic source, else unused.
         run: the questions of a finished run, to evaluate it: its held-out questions are held out too; rows with a
             question of its training are left out of the evaluation and counted.
         learned: hashes of prompts that the run's starting adapter was trained on, `Questions.trained` of the adapter's
-            run: never held out, and counted as trained.
+            run. They are never held out, and `questions.trained` of the result has them too.
         max_prompt: for reinforcement learning, largest prompt in tokens; fills `Prepared.tasks`. None for other runs.
         model: the model section; if its `images` is true, at least one row must have images. None for text.
-        pairs: `PairLayout.of` the configuration, for runs on pairs of replies or on labelled replies; None for others.
+        pairs: `PairLayout.of` the configuration, for runs on pairs of replies or on labelled replies. None for other
+            runs: they use the chosen or good replies of such rows.
 
     Raises:
-        ValueError: rows, columns, files or settings are wrong, or no row is left; the text names them.
+        ValueError: as `tokenize_sources`, `as_units`, `choose_questions` and `epoch_of`. Also raised if no row is left
+            to train or to evaluate, no prompt fits `max_prompt`, or a row is too long with `data.too_long=error`.
+            Finally, if no row has an image or `vocab_size` is missing, although required.
     """
     if config.source == SYNTHETIC:
         return _synthetic(config, vocab_size)
@@ -458,7 +461,10 @@ class MappedData:
 
 @contextlib.contextmanager
 def on_disk(prepared: Prepared) -> Iterator[MappedData]:
-    """Writes the arrays to a temporary folder, yields the data for the processes of this host, deletes the folder."""
+    """Writes the arrays to a temporary folder, and yields the data for the processes of this host.
+
+    The folder is in the cache of `datasets`, and is deleted when the block ends.
+    """
     cache = Path(datasets_config.HF_DATASETS_CACHE) / "tpu_kit"
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="prepared-", dir=cache) as name:

@@ -222,7 +222,7 @@ class Tokenized:
         return len(np.unique(self.documents.source_rows[chosen]))
 
     def raw_rows(self, numbers: np.ndarray) -> RawRows:
-        """Returns usable rows by their numbers in the source, in the given order, with their prompts."""
+        """Returns usable rows by their numbers in the source, from 0, in the given order, with their prompts."""
         encoder, layout = self.encoder, self.encoder.layout
         names = [name for name in self.rows.column_names if name not in (LOCATION, PROBLEM)]
         stored = list(self.rows.select(numbers).select_columns(names))
@@ -250,8 +250,9 @@ def opened_source(
     Args:
         config: the data section, with a single source.
         tokenizer: the tokenizer.
-        split: overrides the section's split.
-        like: layout of the training rows, whose value-dependent fields apply to these rows too.
+        split: overrides the section's split; None keeps it.
+        like: for evaluation rows, layout of the training rows: its `closings` and `first_option` apply to these rows
+            too. None for training rows.
         processor: processor of a model for images (`data.images.processors.ImageProcessor`); None for text.
 
     Raises:
@@ -360,7 +361,8 @@ def encoder_of(
 
     `source` is named in errors; image paths of the rows are relative to its folder. For chats, may set the tokenizer's
     chat template (`ensure_chat_template`) or change it (`open_reasoning`). Raises ValueError if the columns fit no
-    format, a setting does not fit the rows, or the tokenizer lacks an eos token.
+    format, or the tokenizer is not fast or lacks an eos token. It is also raised for `data.too_long=split` with another
+    format than text, and for `data.system_prompt` with plain text.
     """
     columns = [column for column in rows.column_names if column not in (LOCATION, PROBLEM)]
     try:
@@ -512,7 +514,7 @@ def _entries(row: _Row, encoder: Encoder) -> list[dict[str, Any]]:
 def split_text(example: Example, config: DataConfig) -> list[Example]:
     """Cuts a text into examples of up to `data.max_length` tokens, whose first token has no loss.
 
-    If a single token would be left at the end, the last example also takes a token of the example before.
+    If a single token would be left at the end, it takes the last token of the example before into its example.
     """
     count, length = len(example.input_ids), config.max_length
     cuts = list(range(0, count, length))

@@ -45,8 +45,9 @@ def with_calls(
 ) -> list[dict[str, Any]]:
     """Returns messages in which the function of every tool call is updated by the result of `change`.
 
-    `change` takes the function, with its name and arguments. No message is changed in place; messages without calls
-    are returned as they are.
+    `change` takes the function, with its name and arguments, and returns the entries to add or replace. A call without
+    the key "function" is itself the function. No message is changed in place; messages without calls are returned as
+    they are.
     """
     made = []
     for message in messages:

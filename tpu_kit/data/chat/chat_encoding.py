@@ -77,9 +77,10 @@ class Encoder(PromptEncoder):
     layout: Layout
 
     def conversation(self, row: Mapping[str, Any]) -> Conversation:
-        """Reads a row, with the headers of its pictures; raises RowError if it, or a picture, cannot be used.
+        """Reads a row with `schemas.conversation`, and the headers of its pictures: `images` has `Picture` objects.
 
-        Arguments of tool calls are objects, or JSON texts if the chat template needs that.
+        Arguments of tool calls are objects, or JSON texts if the chat template needs that. Raises RowError if the row
+        or a picture cannot be used; a row of unexpected form may also raise AttributeError, KeyError or TypeError.
         """
         talk = conversation(row, self.layout, self.config)
         if talk.images:
@@ -108,7 +109,8 @@ class Encoder(PromptEncoder):
         """Changes the tokenizer's chat template so that its prompt leaves reasoning open, with a warning.
 
         Does so only if the prompt ends in the closing tag of the reasoning, and a reply with loss in `rows` has
-        reasoning. A template that its switches do not help stays as it is; `documents` then raises RowError.
+        reasoning. Sets the template's switches `enable_thinking` and `thinking` to true. If the prompt still ends in
+        that tag, the template stays as it is, without a warning; `documents` then raises RowError.
         """
         plain, close = self.tokenizer.chat_template, self.config.think_close
         if not self._closes_reasoning() or not any(map(self._has_reasoning, rows)):
@@ -144,8 +146,9 @@ class Encoder(PromptEncoder):
     def prompt_ids(self, talk: Conversation) -> list[int]:
         """Returns the token ids of `prompt`, empty for an empty prompt; `PicturedIds` if it has pictures.
 
-        Only plain text gets the tokenizer's own special tokens, without EOS; chats have the template's. Raises RowError
-        if the template refuses the chat, or if its pictures are too few or take too many tokens.
+        Only plain text gets the special tokens that the tokenizer adds, without EOS; chats have the template's. Raises
+        RowError if the template refuses the chat, if a picture takes too many tokens, or if the chat has fewer pictures
+        than places for them.
         """
         asked = talk.asked
         if isinstance(asked, str):
@@ -156,7 +159,9 @@ class Encoder(PromptEncoder):
     def documents(self, talk: Conversation) -> list[Document]:
         """Renders a conversation as texts for `encode`; every reply with loss has loss in exactly one document.
 
-        Plain text is one document. Raises RowError if a chat cannot be rendered, or its template leaves a part out.
+        Plain text is one document. The rejected reply of a pair is not rendered. Raises RowError if the chat template
+        refuses the chat, leaves a part of it out, closes the reasoning of a reply in the prompt, or renders a reply
+        differently from its beginning in the prompt.
         """
         if isinstance(talk.messages, str):
             text, reasoning = talk.messages, reasoning_of(talk.messages[talk.first :], self.config)
@@ -197,8 +202,9 @@ class Encoder(PromptEncoder):
     def encode(self, document: Document) -> Example:
         """Returns the token ids of a document, not truncated, and its loss mask.
 
-        Plain text, and a reply at the end of a text without a stop token, ends with the eos token, which has loss. The
-        first token never carries loss: no token before it predicts it. With `data.loss_on=all`, all others do.
+        Plain text ends with the eos token, which has loss. So does a chat that ends in a reply with loss, if the chat
+        template has no `stop`. The first token never carries loss: no token before it predicts it. With
+        `data.loss_on=all`, all others do. An image stays the single token of the chat template.
 
         Raises:
             RowError: no token carries loss.
@@ -218,7 +224,7 @@ class Encoder(PromptEncoder):
 
     @cached_property
     def header(self) -> str:
-        """The chat template's text between a question and its reply or reasoning tag, stripped.
+        """The chat template's text between a question and its reply or reasoning tag, without white space at its ends.
 
         Empty without a template, or if it refuses the test chat.
         """

@@ -39,7 +39,7 @@ def ensure_chat_template(tokenizer: Any) -> bool:
     """Sets `DEFAULT_TEMPLATE` in a tokenizer without a chat template, with a warning; returns whether it did.
 
     Raises:
-        ValueError: the tokenizer also lacks an eos token to end a turn.
+        ValueError: the tokenizer lacks a chat template, the token `<|im_end|>` and an eos token.
     """
     if tokenizer.chat_template:
         return False
@@ -57,10 +57,10 @@ def ensure_chat_template(tokenizer: Any) -> bool:
 
 
 def freeze_date(template: str, day: str | None) -> str:
-    """Returns a chat template whose `strftime_now` writes `day`, such as "2025-12-31"; None means today.
+    """Returns a chat template whose `strftime_now` writes `day`, a text such as "2025-12-31"; None means today.
 
     Adds a macro to the template, because transformers passes no functions of the caller to a template. Returns a
-    template without `strftime_now` unchanged.
+    template without `strftime_now` unchanged. In other templates, another form of `day` raises ValueError.
     """
     if "strftime_now" not in template:
         return template
@@ -72,7 +72,9 @@ def freeze_date(template: str, day: str | None) -> str:
 
 
 def plain_prompt(tokenizer: Any, text: str, special: SpecialText | None = None) -> list[int]:
-    """Returns the token ids of plain text that the model continues, with the tokenizer's BOS once and without EOS.
+    """Returns the token ids of plain text that the model continues, with the tokenizer's special tokens but no EOS.
+
+    If the text itself begins with BOS and the tokenizer adds one too, BOS is there once.
 
     Args:
         tokenizer: the model's tokenizer.
@@ -122,7 +124,7 @@ class PromptEncoder:
         """Returns the token ids of the text of `render`, which has the same arguments and errors.
 
         Adds no special tokens of the tokenizer, such as a second BOS. With `splits`, the text of special tokens in
-        messages and tools is encoded as text.
+        messages and tools is encoded as text. An image is the single token of the chat template.
         """
         literal: tuple[tuple[int, int], ...] = ()
         if self.splits:
@@ -135,10 +137,10 @@ class PromptEncoder:
     def render(
         self, messages: list[dict[str, Any]], tools: list[Any] | None, prompt: bool = False, begun: bool = False
     ) -> str:
-        """Renders a chat with the tokenizer's chat template.
+        """Returns the text of a chat in the tokenizer's chat template, with the date `data.date`.
 
         Args:
-            messages: the turns.
+            messages: the turns; no message is changed.
             tools: definitions of tools; None without tools.
             prompt: whether the text ends with the template's beginning of a reply, for the model to continue.
             begun: whether the last message is the beginning of a reply: the text then ends with its content, and
@@ -168,7 +170,10 @@ class PromptEncoder:
 
     @cached_property
     def stop(self) -> str:
-        """The special token that ends an assistant turn in the template; empty if there is none."""
+        """The text of the special token that ends an assistant turn in the template; empty if there is none.
+
+        If several tokens end it, `stop` is the eos token if that is among them, else the first.
+        """
         special = {i for i, token in self.tokenizer.added_tokens_decoder.items() if token.special}
         special |= set(self.tokenizer.all_special_ids)
         runs = []
@@ -213,9 +218,9 @@ class PromptEncoder:
     def encode_text(
         self, text: str, literal: Sequence[tuple[int, int]], add_special_tokens: bool
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Returns the token ids of a text and a character range (start, end) per token.
+        """Returns the token ids of a text and, per token, its character range (start, end) in the text.
 
-        Switches off truncation and padding in the tokenizer's backend.
+        Nothing is truncated or padded: without `literal` ranges, switches that off in the tokenizer's backend for good.
 
         Args:
             text: the text.

@@ -19,7 +19,7 @@ _ALIKE = 0.05  # largest share of reference rows that look randomly drawn; with 
 
 
 def new_tokens(model: ModelConfig, text: Any, tokenizer: Any, used: np.ndarray) -> tuple[str, ...]:
-    """Returns the texts of used tokens that were added to the tokenizer and whose embeddings were never trained.
+    """Returns the texts, by token id, of used tokens that were added to the tokenizer and have untrained embeddings.
 
     Such an embedding still has the value that a library gave it: the mean of all embeddings (transformers, Unsloth),
     zeros, or numbers drawn with the model's initializer_range. Not detected: embeddings copied from trained ones, and
@@ -53,7 +53,10 @@ def new_tokens(model: ModelConfig, text: Any, tokenizer: Any, used: np.ndarray) 
 
 
 def occurrences(documents: Documents, *, with_loss: bool = False) -> np.ndarray:
-    """Counts the occurrences of token ids in documents, optionally only those with loss: int64 (largest id + 1,)."""
+    """Returns the number of occurrences of every token id in one or more documents: int64 (largest counted id + 1,).
+
+    `with_loss` counts only tokens that carry loss.
+    """
     counts = np.zeros(0, dtype=np.int64)
     for _, tokens in documents.runs():
         ids = documents.input_ids[tokens]

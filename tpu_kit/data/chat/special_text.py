@@ -127,10 +127,10 @@ class SpecialText:
     def encode(
         self, text: str, literal: Sequence[tuple[int, int]], add_special_tokens: bool
     ) -> tuple[list[int], list[tuple[int, int]]]:
-        """Returns the token ids of a text and a character range (start, end) per token.
+        """Returns the token ids of a text and, per token, its character range (start, end) in the text.
 
-        In the `literal` ranges, which are in order, the text of special tokens is encoded as text. `add_special_tokens`
-        is whether the tokenizer adds its own, such as BOS.
+        In the `literal` ranges, which are in order, the texts `names` are encoded as text. Elsewhere they become
+        special tokens. `add_special_tokens` is whether the tokenizer adds its own, such as BOS, with the range (0, 0).
         """
         edges = [(0, 0), *literal, (len(text), len(text))]
         special = [

@@ -17,14 +17,15 @@ _SHOWN = 5  # tokens in the text
 
 
 def untrained_tokens(weight: torch.Tensor, ids: np.ndarray) -> np.ndarray:
-    """Returns the tokens of `ids`, in order, whose rows of the output layer were never trained, (M,).
+    """Returns the tokens of `ids`, in order, whose rows of the output layer seem untrained, (M,).
 
     Tokens that never occur in the training data get the same gradients, so their rows end nearly equal (Land and
-    Bartolo, "Fishing for Magikarp", arXiv:2405.05417).
+    Bartolo, "Fishing for Magikarp", arXiv:2405.05417). A row seems untrained if it nearly equals two of up to 1,024
+    others, spread over the vocabulary.
 
     Args:
-        weight: weight of the output layer, (V, H), on the CPU.
-        ids: tokens to check, (N,).
+        weight: weight of the output layer, (V, H), of any float dtype, on the CPU.
+        ids: tokens to check, (N,) integers.
     """
 
     def directions(rows: np.ndarray) -> torch.Tensor:

@@ -40,7 +40,8 @@ _ENDED = "ended"  # file with the reason why the process has ended
 def feeding(stream: TextStream, place: Place) -> Iterator[TextStream]:
     """Starts a process, which runs `feed_by_processes` from `place` on with a new temporary folder.
 
-    Yields a copy of the stream with that folder, for the replicas. At the end kills the process, deletes the folder.
+    Yields a copy of the stream with that folder, for the replicas. The folder is in the cache of `datasets`. When the
+    block ends, kills the process and deletes the folder.
     """
     cache = Path(datasets_config.HF_DATASETS_CACHE) / "tpu_kit"
     cache.mkdir(parents=True, exist_ok=True)
@@ -83,10 +84,11 @@ def _start(payload: bytes) -> tuple[int, Callable[[], int]]:
 
 
 def feed(stream: TextStream, place: Place, folder: Path, encoded: Ahead | None = None) -> None:
-    """Writes whole shards to `folder`, from a place on, epoch after epoch; `encoded` is as in `TextStream.write`.
+    """Writes whole shards to `folder`, from the shard of `place` on, epoch after epoch.
 
-    After a shard, waits until all replicas have begun it, and deletes the shard before. Returns only if a shard cannot
-    be made: it then writes the error to a file for `shards_from`.
+    A shard is a subfolder with the shard's number as name. After a shard, waits until all replicas of this host have
+    begun it, and deletes the shard before. Returns only if a shard cannot be made: it then writes the error to a file
+    for `shards_from`. `encoded` is as in `TextStream.write`.
     """
     number = place.epoch * stream.count + place.shard
     while True:
@@ -111,7 +113,7 @@ def _begun(folder: Path, number: int) -> bool:
 def shards_from(
     stream: TextStream, place: Place, reader: int = 0, readers: int = 1, stopped: Callable[[], bool] = lambda: False
 ) -> Iterator[tuple[int, PackedShard]]:
-    """Yields the shards forever, beginning at a place, with numbers that continue from epoch to epoch.
+    """Yields (number, shard) forever, from the shard of `place` on; numbers continue from epoch to epoch.
 
     Args:
         stream: the stream; without a folder, shards are tokenised here on demand.
@@ -174,7 +176,10 @@ def _encode(block: list[Record]) -> Encoded:
 
 
 def feed_by_processes(stream: TextStream, place: Place, folder: Path) -> None:
-    """Runs `feed` with `data.num_proc` processes that tokenise blocks of rows, by default a quarter of the cores."""
+    """Runs `feed` with `data.num_proc` processes that tokenise blocks of rows.
+
+    A null `data.num_proc` means a quarter of the cores, from 1 to 8. With 1, this process tokenises.
+    """
     count = stream.encoder.config.num_proc or max(1, min(_MOST_PROCESSES, len(os.sched_getaffinity(0)) // 4))
     if count == 1:
         return feed(stream, place, folder)

@@ -60,11 +60,11 @@ class StreamReport(DataReport):
 
 
 def open_stream(config: DataConfig, tokenizer: Any) -> tuple[TextStream, list[Record]]:
-    """Lists the shards of a stream and makes its encoder for format text.
+    """Lists the shards of a stream and makes its encoder for format text, whatever `data.format` is.
 
     Returns:
-        The stream, and the first rows of its first shard: the held-out rows and up to 1,000 more, of JSON and CSV only
-        up to 1 MiB more.
+        The stream, without a folder, and the first rows of its first shard. These are the held-out rows
+        (`data.eval_rows`, or `HELD_ROWS` if null) and up to 1,000 more, of JSON and CSV only up to about 1 MiB more.
 
     Raises:
         ValueError: as `Shards.find` and `encoder_of`, or the first shard has no rows or no text.
@@ -110,6 +110,8 @@ def _bytes_of(record: Record) -> int:
 
 def prepare_stream(config: DataConfig, tokenizer: Any) -> Prepared:
     """Prepares a stream for a run from its first rows: `Prepared.eval` has the held-out rows, `train` the next rows.
+
+    `eval` is None if no row is held out. `train` is only a sample for reports: training reads `stream`.
 
     Raises:
         ValueError: as `open_stream`; or no row is left to train, or rows cannot be used (`TextStream.check_bad`).

@@ -122,7 +122,7 @@ class TextStream:
         return [part for document in whole for part in split_text(document, self.encoder.config)]
 
     def encode_all(self, records: Sequence[Record]) -> Encoded:
-        """Encodes several rows; `problems` has the rows that cannot be used."""
+        """Encodes several rows with `encode`; rows that cannot be used are in `problems`, and raise nothing."""
         documents, numbers, problems = list[Example](), list[int](), list[tuple[int, str]]()
         for number, record in enumerate(records):
             try:
@@ -150,7 +150,8 @@ class TextStream:
         Args:
             number: number of the shard, which continues from epoch to epoch.
             target: the folder, which does not exist yet.
-            encoded: applies `encode_all` to blocks of rows in order, for example in other processes; None does it here.
+            encoded: takes an iterator of blocks, which are lists of rows, and yields (block, `encode_all(block)`) in
+                order, for example from other processes; None does it here.
 
         Raises:
             ValueError: the shard cannot be read, has changed since it was listed, or has no documents; or rows cannot
@@ -191,9 +192,9 @@ class TextStream:
         return ((block, self.encode_all(block)) for block in blocks)
 
     def read(self, number: int, folder: Path) -> PackedShard:
-        """Maps the files of shard `number` in `folder`, to which `write` has written them.
+        """Returns shard `number`, mapped from the files in `folder`, the `target` of `write`.
 
-        The order of training depends on seed, epoch and shard; without `data.shuffle` it is the order of the rows.
+        Its `order` depends on seed, epoch and shard; without `data.shuffle` it is the order of the packed rows.
         """
         config, pad_id = self.encoder.config, self.encoder.tokenizer.pad_token_id or 0
         arrays = {name: np.memmap(folder / name, kind, "r") for name, kind in _ARRAYS.items()}

@@ -90,6 +90,9 @@ class Shards:
     def find(cls, source: str, split: str = "train") -> Shards:
         """Lists the shards of a path, glob, folder, URL or data set of the hub.
 
+        Reads samples of local files for their `version`. `split` is the name of a split of a data set or of a folder
+        laid out like one; other files have the single split "train".
+
         Raises:
             ValueError: there are no such files or split, or they have several kinds, or are of `save_to_disk`; or a
                 file that cannot be divided (CSV, compressed) has more than `MOST_BYTES`.
@@ -134,7 +137,7 @@ class Shards:
         A row of JSON or CSV that cannot be read has a `Record.problem`.
 
         Raises:
-            ValueError: the file cannot be read, or is parquet and lacks a column.
+            ValueError: on iteration, if the file cannot be read, or is parquet and lacks a column.
         """
         path, part, parts = shard.file.path, shard.part, shard.file.parts
         if self.kind == "parquet":
@@ -152,7 +155,10 @@ class Shards:
         return f"{shard.file.name}, {line_of(self.system, shard.file.path, location)}"
 
     def head_of_parquet(self, rows: int) -> Dataset:
-        """Returns up to `rows` first rows of the first parquet shard, all columns; raises ShardError if it has none."""
+        """Returns up to `rows` first rows of the first parquet shard, with all columns.
+
+        Raises ShardError if it has none, and ValueError if its file cannot be read.
+        """
         tables, count = list[pa.RecordBatch](), 0
         for _, batch in self._batches(self.all[0], None):
             tables.append(batch)
