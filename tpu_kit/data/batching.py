@@ -329,7 +329,7 @@ class PackedDataset:
 def permutation(
     rows: int, seed: int, epoch: int, shuffle: bool = True, grouping: Grouping | None = None, shard: int = 0
 ) -> np.ndarray:
-    """Returns the row numbers 0 to `rows` - 1 in the order of an epoch, or of an epoch of one shard of a stream.
+    """Returns the row numbers 0 to `rows` - 1 in the order of an epoch, or for a stream of a shard in an epoch.
 
     The array is (rows,) int64, read-only and cached. With `shuffle`, the order is random and depends on `seed`, `epoch`
     and `shard` (0 without a stream); it is the same in all versions of NumPy. Without `shuffle`, rows keep their order.

@@ -58,9 +58,10 @@ class Calibration:
         return [text for text in (str(self), self.ignored) if text]
 
     def apply(self, config: TrainConfig) -> tuple[TrainConfig, list[str]]:
-        """Returns a copy of `config` in which `auto` avoids a kernel or loop that failed, and a warning per change.
+        """Returns `config`, or a copy in which `auto` avoids a kernel or loop that failed, and a warning per change.
 
-        If the splash kernel failed, `model.attention` becomes "sdpa"; if the loop failed, `optim.scan_layers` "off".
+        If the splash kernel failed, `model.attention=auto` becomes "sdpa". If the loop failed, `optim.scan_layers=auto`
+        becomes "off". Other values stay. Prints nothing.
         """
         warnings = []
         if config.model.attention == "auto" and self.splash:
@@ -89,7 +90,11 @@ def begin(device: str, report: Path) -> Calibration:
 
 
 def load(device: str) -> Calibration:
-    """Loads the calibration of a kind of device; empty if there is none, or if `ignored` says why it does not count."""
+    """Loads the calibration of a kind of device from its file in the user's cache.
+
+    Returns an empty calibration if there is no file. If the file cannot be read, or was made with other packages or
+    another version of the kit's code, the result is empty too, and its `ignored` says why.
+    """
     path = _path(device)
     try:
         saved = Calibration(**json.loads(path.read_text()))

@@ -30,9 +30,9 @@ def _folder(config: TrainConfig) -> Path:
 def model_bytes(config: TrainConfig) -> tuple[float | None, bool]:
     """Returns the bytes of the base weights before they are quantized, and whether `model.name` is a folder here.
 
-    A folder counts its safetensors files, or else its .bin files; with `model.gguf_file`, it counts this file times
-    four, from 4 bits to 16. A hub id, also in the cache, counts the number in its name ("8B") times 2 bytes, 4 in fp32;
-    the bytes are None for a name without such a number.
+    A folder (also "embedded") counts its safetensors files, or else its .bin files; 0 without them. With
+    `model.gguf_file`, it counts this file times four, from 4 bits to 16. A hub id, also in the cache, counts the number
+    in its name ("8B") times 2 bytes, 4 in fp32; the bytes are None for a name without such a number.
     """
     name, gguf, folder = config.model.name, config.model.gguf_file, _folder(config)
     if folder.is_dir():
@@ -44,15 +44,16 @@ def model_bytes(config: TrainConfig) -> tuple[float | None, bool]:
 
 
 def loading_bytes(config: TrainConfig, sharded: bool = False) -> float | None:
-    """Returns the peak host memory of a replica while it loads the base weights, in bytes; None if not known.
+    """Returns the peak host memory of a replica while it loads the base weights, in bytes.
 
-    Trained weights are in fp32. int8 and int4 weights are rounded as they are read (`quantized`): the host holds the
-    result and one stack (`layer_scan`). A GGUF file becomes bf16 first.
+    None if `model_bytes` does not know their size. Trained weights are in fp32. int8 and int4 weights are rounded as
+    they are read (`quantized`): the host holds the result and one stack (`layer_scan`). A GGUF file becomes bf16 first.
 
     Args:
         config: the run.
-        sharded: whether the weights are sharded over devices with memory of their own. The weights then stay mapped
-            from files, and the host holds the shards of one stack (`partition.to_mesh`).
+        sharded: whether the weights are sharded over devices with memory of their own. The host then holds one stack of
+            the layers' matrices (`partition.to_mesh`), and the other weights. int8 and int4 need `model.quant_cache`
+            for that; without it, and with a GGUF file, `sharded` changes nothing.
     """
     saved, local = model_bytes(config)
     model, dtype = config.model, config.model.base_dtype if config.lora.r else "fp32"
@@ -70,9 +71,10 @@ def loading_bytes(config: TrainConfig, sharded: bool = False) -> float | None:
 
 
 def cast_bytes(config: TrainConfig) -> float:
-    """Returns the bytes of bf16 weights that the host holds while it quantizes fp8 files; 0 if none or not known.
+    """Returns the bytes of bf16 weights that the host holds while it quantizes the fp8 files of a model folder.
 
-    Other weights are rounded one tensor at a time. Nothing is cast if `model.quant_cache` has the integers already.
+    0 for other runs, and for a hub id, whose files are not known. Other weights are rounded one tensor at a time.
+    Nothing is cast if `model.quant_cache` has the integers already.
     """
     model, folder = config.model, _folder(config)
     if not config.lora.r or model.base_dtype not in ("int8", "int4") or model.gguf_file or not folder.is_dir():
@@ -111,10 +113,10 @@ def _count(folder: Path) -> tuple[float, float, float, float] | None:
 
 
 def check_memory(at: Machine, config: TrainConfig, replicas: int) -> Check:
-    """Checks that free host memory holds a model per replica at the start: else the kernel kills a replica (SIGKILL).
+    """Checks that free host memory holds the replicas while they load the model: else the kernel kills one (SIGKILL).
 
-    `replicas` is their number on this host. "failure" if it does not; "ok" also if the model's size is not known;
-    "skipped" if the free memory is not known.
+    `replicas` is their number on this host. Every process counts `PROCESS_BYTES` too. Returns "failure" if the memory
+    is too small, and "ok" if it suffices or the model's size is not known. "skipped" if the free memory is not known.
     """
     free = free_memory(at)
     if free is None:
@@ -140,11 +142,12 @@ def check_memory(at: Machine, config: TrainConfig, replicas: int) -> Check:
 
 
 def check_disk(at: Machine, config: TrainConfig) -> Check:
-    """Checks the free disk space for the weights to download and for the checkpoints: else a "failure".
+    """Checks the free disk space for the weights to download and for the checkpoints: "ok", "warning" or "failure".
 
     A checkpoint of full fine-tuning counts 5 times the bf16 weights (2 bytes a parameter, and 8 for AdamW's moments).
-    While a checkpoint is written, the disk holds `keep + 1`. Existing checkpoints need no more space. Adapters and logs
-    count 1 GiB, and a download of unknown size; the check only warns if that alone is missing.
+    While a checkpoint is written, the disk holds `keep + 1`, with an object store 1. Existing checkpoints need no more
+    space. The weights count unless they are in a folder or the hub's cache. Adapters and logs together count 1 GiB, and
+    so does a download of unknown size. "warning" means that only this 1 GiB is missing.
     """
     size, local = model_bytes(config)
     kept = 0 if config.remote else config.checkpoint.keep  # an object store has them

@@ -115,9 +115,9 @@ class Machine:
     def tpu_signs(self) -> str:
         """Returns the evidence of a TPU in this machine, such as "4 x v5e"; empty if there is none.
 
-        If the bus shows no chip (it may be unknown to chips.toml, or a container may hide the bus), device files or
-        environment variables count. Other devices have vfio files too, so these count only if a TPU's packages are
-        installed.
+        The bus may show no chip: chips.toml may lack it, or a container may hide the bus. Then the paths of the device
+        files count, or without them the environment variables `TPU_NAMES`, as "NAME=VALUE". Commas separate several.
+        Other devices have vfio files too, so these count only if libtpu or torch_tpu is installed.
         """
         if tpus := self.tpus():
             return f"{len(tpus)} x {tpus[0]}"
@@ -175,8 +175,15 @@ def check_python(machine: Machine) -> Check:
 def check_packages(machine: Machine, on_tpu: bool, on_torch_tpu: bool = False) -> Check:
     """Checks that the versions of torch, torch_xla, libtpu and jax work together: others fail at import.
 
-    Only warns of untested transformers and peft. `on_tpu`: whether the run needs torch_xla's TPU; without it, a missing
-    torch_xla is no failure. `on_torch_tpu` (`launch.device_type=torch-tpu`) checks torch_tpu instead of torch_xla.
+    "failure" if torch is missing, if versions do not fit, or if torch_tpu and torch_xla are both installed. "warning"
+    for untested transformers or peft, and for tensorflow beside torch_xla.
+
+    Args:
+        machine: the machine.
+        on_tpu: whether the run needs torch_xla's TPU: a missing torch_xla is then a "failure", else "skipped", and "ok"
+            on a machine with a GPU.
+        on_torch_tpu: whether the run needs torch_tpu (`launch.device_type=torch-tpu`), which is then checked instead of
+            torch_xla. Without it, torch_tpu alone is a "warning", with `on_tpu` a "failure".
     """
     have = {name: version for name in PACKAGES if (version := machine.version(name))}
     found = " ".join(f"{name} {version}" for name, version in have.items()) or "torch is not installed"
@@ -233,9 +240,9 @@ def replaced_modules(version: Version) -> Iterator[str]:
 
 
 def check_process(machine: Machine) -> Check:
-    """Checks that this process can launch: loaded packages equal installed ones, XLA runtime not initialised.
+    """Checks that this process can launch: loaded packages equal installed packages, XLA runtime not initialised.
 
-    Else it is a "failure", and the fix restarts the process.
+    Returns "ok", or else a "failure" whose fix restarts the process.
     """
     if replaced := "; ".join(replaced_modules(machine.version)):
         return Check("This process", "failure", replaced, restart())
@@ -260,10 +267,10 @@ def restart() -> str:
 
 
 def check_tpu(machine: Machine, asked: bool) -> Check:
-    """Checks that this user can open the chips on the PCI bus, else a "failure".
+    """Checks that this user can open the device files of the chips on the PCI bus, else a "failure"; opens none.
 
-    Without chips: "failure" if `asked`, which means that the run needs a TPU; "warning" if the environment names a TPU,
-    else "skipped".
+    Without chips: "failure" if `asked`, which means that the run needs a TPU. Otherwise "warning" if the environment
+    names a TPU (`TPU_NAMES`), or "skipped".
     """
     tpus, nodes = machine.tpus(), machine.nodes()
     named = next(filter(None, map(machine.environ.get, TPU_NAMES)), None)
@@ -304,9 +311,10 @@ def check_gpu(machine: Machine, wanted: bool, seen: int) -> Check:
 
 
 def check_metadata(machine: Machine) -> Check:
-    """Checks that torch_xla can find the TPU's topology: at import it asks the metadata server or the environment.
+    """Checks that torch_xla can find the TPU's topology at import, else a "failure"; "skipped" without chips.
 
-    "failure" if it cannot; "skipped" without chips. May wait a second for the metadata server.
+    torch_xla asks Google Cloud's metadata server. If TPU_SKIP_MDS_QUERY is set, it reads TPU_ACCELERATOR_TYPE instead.
+    The check may wait a second for the server; its fix sets these and other variables.
     """
     name, tpus = "TPU metadata", machine.tpus()
     if not tpus:
@@ -334,9 +342,10 @@ def check_metadata(machine: Machine) -> Check:
 
 
 def check_holder(machine: Machine) -> Check:
-    """Checks that no process has the chip open (a TPU serves one process), and that libtpu can open its lock file.
+    """Checks that no process has a chip open (a TPU serves one process), and that libtpu can open its lock file.
 
-    "failure" also if this process has it open; "skipped" without device files.
+    Else it is a "failure", also if this process has the chip open. "skipped" without device files. Processes of other
+    users may be invisible.
     """
     name, nodes, lock = "Chip in use", machine.nodes(), machine.root / "tmp/libtpu_lockfile"
     if not nodes:
@@ -374,7 +383,11 @@ def unset(names: Sequence[str]) -> str:
 
 
 def check_settings(machine: Machine) -> Check:
-    """Warns of environment variables, often left from debugging, that make a run as slow as on a CPU."""
+    """Returns a "warning" of environment variables that make a run as slow as on a CPU, else "ok".
+
+    Often they are left from debugging: PJRT_DEVICE (with chips, other than TPU), XLA_USE_EAGER_DEBUG_MODE, XLA_FLAGS
+    (optimisation level 0 or 1), PT_XLA_DEBUG, PT_XLA_DEBUG_LEVEL and XLA_SAVE_TENSORS_FILE. The fix unsets them.
+    """
     environ, slow = machine.environ, {}
     if machine.tpus() and environ.get("PJRT_DEVICE", "TPU") != "TPU":
         slow["PJRT_DEVICE"] = f"={environ['PJRT_DEVICE']} leaves the TPU unused"
@@ -390,10 +403,10 @@ def check_settings(machine: Machine) -> Check:
 
 
 def verdict(checks: Sequence[Check], device_type: str, at: Machine | None = None) -> str:
-    """Summarises checks: the first failure to fix, or else the use that this machine is ready for, and warnings.
+    """Returns a summary of checks: only the first failure, with its fix, or else the machine's use and all warnings.
 
-    "tpu", "torch-tpu" and "cuda" as `device_type` mean training, other types a rehearsal on the CPU. If `at` (default:
-    this machine) has no TPU, the text of the use says so.
+    The use follows from `device_type`: "tpu", "torch-tpu" and "cuda" mean training, other types a rehearsal on the CPU.
+    "no TPU attached" follows the use, also for "cuda", if `at` (default: this machine) shows no chip on its bus.
     """
     if first := next((check for check in checks if check.status == "failure"), None):
         return f"Not ready. Fix this first: {first.name}: {first.found}\n→ {first.fix}"

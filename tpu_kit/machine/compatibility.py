@@ -55,7 +55,10 @@ class Pairing:
     kernel_format: int | None = None
 
     def allowed(self, python: Python) -> dict[str, tuple[str, ...]]:
-        """Returns the allowed versions by package; the first has a wheel for this Python."""
+        """Returns allowed versions by package: of `PACKAGES`, torchvision and torchaudio.
+
+        The first version of a package has a wheel for this Python.
+        """
         libtpu = sorted(self.libtpu, key=lambda version: (version, python) in _NO_WHEEL)
         return {
             "torch": (self.torch,), "torch_xla": (self.torch,), "libtpu": tuple(libtpu), "jax": self.jax,
@@ -92,10 +95,11 @@ def installed_version(package: str) -> str | None:
 
 
 def code_of(name: str) -> bytes:
-    """Returns the source of the user's function "module:function", to detect changes of it.
+    """Returns the source files behind the user's function "module:function", to detect changes of it.
 
-    Imports its module, and concatenates the files of it and of all modules that it imports from the same folder or
-    package. Empty if the function has no file, because a notebook's cell defines it. Raises the error of the import.
+    Imports the module. The bytes are its file and the files of all modules that it imports, directly or not, from the
+    same folder or package, concatenated by module name. Empty if the module has no file, as for a function that a
+    notebook's cell defines ("__main__:function"). Raises the error of the import.
     """
     if name.startswith("__main__:"):
         return b""
@@ -127,10 +131,11 @@ def find_pairing(version: Version) -> Pairing | None:
 
 
 def mismatches(version: Version, python: Python, *, with_tpu: bool) -> dict[str, tuple[str, ...]]:
-    """Maps packages whose installed version does not fit to the allowed versions; the first is the version to install.
+    """Returns the packages that do not fit: name -> allowed versions, the version to install first; empty if all fit.
 
-    If torch and torch_xla belong to no pairing, the newest is expected. These two must be installed; with `with_tpu`,
-    libtpu, jax and jaxlib too. Other packages of `Pairing.allowed` must fit only if they are installed.
+    If the installed torch and torch_xla belong to no pairing, the versions of `PAIRINGS[0]` are expected. These two
+    must be installed; with `with_tpu`, libtpu, jax and jaxlib too. Other packages of `Pairing.allowed` must fit only if
+    they are installed. jax and jaxlib fit only together, with equal versions.
     """
     allowed = (find_pairing(version) or PAIRINGS[0]).allowed(python)
     needed = PACKAGES if with_tpu else ("torch", "torch_xla")

@@ -61,7 +61,10 @@ def is_path(name: str, source: str) -> bool:
 
 
 def check_files(config: TrainConfig) -> Check:
-    """Checks that the local files and folders that the run reads exist; the fix has the nearest name there."""
+    """Checks that local paths in data.source, data.eval_source, model.name, lora.adapter and distill.teacher exist.
+
+    Else it is a "failure"; its fix has a similar name in the same folder, if there is any. Ignores hub ids and URLs.
+    """
     texts, fixes = [], []
     read = [("data.source", str(one.source)) for one in config.data.by_source]
     for name, source in [*((name, config[name]) for name in _SOURCES), *read]:
@@ -81,8 +84,10 @@ def check_files(config: TrainConfig) -> Check:
 def check_hub(at: Machine, config: TrainConfig) -> Check:
     """Checks that the Hugging Face hub answers, if the run needs it, and that this user may download the model.
 
-    "failure" if the hub refuses the model. "warning" if the hub is needed and does not answer, or answers with
-    another error. "skipped" if it is set offline, its package is absent, or it neither answers nor is needed.
+    A hub id in model.name, data.eval_source, lora.adapter or distill.teacher needs the hub; data.source does not count.
+    "failure" if the hub refuses the model (status 401 or 403). "warning" if the hub is needed and does not answer, or
+    answers for the model with another error. "skipped" if the environment sets it offline, its package is absent, or
+    it neither answers nor is needed.
     """
     name, model, settings = "Hugging Face hub", config.model.name, hub.settings()
     if settings is None:
@@ -113,7 +118,10 @@ def check_hub(at: Machine, config: TrainConfig) -> Check:
 
 
 def check_wandb(at: Machine, config: TrainConfig) -> Check:
-    """Checks that Weights & Biases finds an API key (never shown), else a "failure"; "skipped" if off or offline."""
+    """Checks that Weights & Biases finds an API key (never shown), else a "failure"; "skipped" if off or offline.
+
+    Looks in WANDB_API_KEY and in the netrc file. WANDB_MODE may set it offline.
+    """
     mode = config.tracking.wandb
     if mode == "online" and at.environ.get("WANDB_MODE") in ("offline", "disabled"):
         mode = "offline"

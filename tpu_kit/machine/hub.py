@@ -29,6 +29,8 @@ _ASKED = "TPU_KIT_HUB_ASKED"  # environment variable with the time of the last t
 def head(url: str, token: str | None = None, seconds: float = _ASKING) -> tuple[int | None, str]:
     """Sends a HEAD request with huggingface_hub's proxies and certificates, without following redirects.
 
+    `token` is a bearer token; None sends none. Raises nothing.
+
     Returns:
         The HTTP status and "", or None and the reason if there is no answer within `seconds`.
     """
@@ -57,11 +59,12 @@ def endpoint() -> str:
 
 
 def ask_hub_once() -> None:
-    """Sets HF_HUB_OFFLINE if the hub does not answer a request within 3 seconds.
+    """Sets HF_HUB_OFFLINE if the hub does not answer a request within 3 seconds, also in libraries already loaded.
 
     Otherwise Hugging Face's libraries try six times per file: 24 s if connections are refused, 66 s without an answer.
-    Child processes inherit the result; the hub is tried again after five minutes. Sends no request if the user has set
-    HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE, even to 0. Prints a note on stderr if the hub does not answer.
+    Child processes inherit the result. A call after five minutes tries the hub again, and unsets the variable if it
+    answers. Sends no request if the user has set HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE, even to 0. Prints a note on
+    stderr if the hub does not answer.
     """
     before = os.environ.get(_ASKED)
     if before is None and {"HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE"} & os.environ.keys():

@@ -101,11 +101,12 @@ def services(names: Sequence[str]) -> list[str]:
 def find_slice(name: str, num_replicas: int | None) -> TargetSlice:
     """Finds a slice by the name of a chip ("v5e"), a slice ("v5litepod-8") or a topology ("v5e:2x4").
 
-    A chip's name means its smallest slice with room for `num_replicas`; None means a replica per device. The name may
-    begin with a number of slices ("2xv5litepod-8") or with a service that offers the slice for free ("Colab v6e-1").
+    A chip's name means its smallest slice with room for `num_replicas`. If that is None, it means the smallest slice of
+    all, and every slice gets a replica per device. The name may begin with a number of slices ("2xv5litepod-8") or with
+    a service that offers the slice for free ("Colab v6e-1"). Reads the chip's calibration on this machine.
 
     Raises:
-        ValueError: no such chip, slice or topology, no TPU, or too few devices.
+        ValueError: no such chip, slice or topology, a GPU, or fewer devices than `num_replicas`.
     """
     service, _, name = name.strip().rpartition(" ")
     slices, each = _slices(name)
@@ -146,10 +147,11 @@ def _slices(name: str) -> tuple[int, str]:
 def find_topology(name: str, num_replicas: int) -> tuple[Chip, Topology]:
     """Finds the chip and the topology to compile for by a name such as "v5e", "v5e:2x4" or "2xv5e:8x8" (two slices).
 
-    A chip's name means its smallest topology with `num_replicas` devices.
+    A chip's name means its smallest topology with at least `num_replicas` devices, over all slices.
 
     Raises:
-        ValueError: no such chip or topology, the compiler does not know the chip, or there are too few devices.
+        ValueError: no such chip or topology, libtpu does not compile for the chip, or `num_replicas` is below 1 or
+            above the number of devices.
     """
     slices, each = _slices(name)
     chip, _, shape = each.partition(":")

@@ -14,10 +14,11 @@ _PACKAGES = (
 
 
 def ensure_home() -> None:
-    """Sets LOGNAME if the user has no name, and HOME to a temporary folder if the home folder is not writable.
+    """Sets LOGNAME if the user has no name, and HOME to a temporary folder if the home folder is not usable.
 
-    A container may run under a user id that /etc/passwd lacks. Caches of the libraries, such as the Hugging Face hub's,
-    then lie in the temporary folder; a note on stderr has its path.
+    A container may run under a user id that /etc/passwd lacks. A home folder is usable if it is writable or has a
+    folder `.cache`. Otherwise caches of the libraries, such as the Hugging Face hub's, lie in the temporary folder; a
+    note on stderr has its path. Does nothing on Windows.
     """
     if sys.platform == "win32":
         return
@@ -46,7 +47,7 @@ def ensure_home() -> None:
 def prefer_packages() -> None:
     """Moves the first folder of `sys.path` to the end if a module in it has the name of a package that the kit imports.
 
-    Prints a note about it on stderr.
+    Prints a note about it on stderr. A folder named site-packages or dist-packages stays first.
 
     Raises:
         ImportError: such a module is already imported.

@@ -25,7 +25,10 @@ def mismatches(version: Version) -> dict[str, str]:
 
 
 def describe_backends(version: Version) -> str:
-    """Says which backends for TPUs are installed, with dates, and why torch_tpu and torch_xla exclude each other."""
+    """Returns a text that says whether torch_xla and torch_tpu are installed, with versions and release dates.
+
+    If torch_tpu is installed, the text also says why the two exclude each other.
+    """
     xla, tpu = version("torch_xla"), version("torch_tpu")
     last = f"torch_xla {PAIRINGS[0].torch} of {_RELEASED['torch_xla']} is its last release"
     if tpu is None:

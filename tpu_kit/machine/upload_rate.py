@@ -25,7 +25,10 @@ class Rate(NamedTuple):
 
 
 def keep_rate(size: int, seconds: float) -> None:
-    """Stores the rate of an upload of `size` bytes, unless it is too small or too fast; ignores an unwritable cache."""
+    """Stores the rate of an upload of `size` bytes in `seconds`; ignores an unwritable cache.
+
+    Stores nothing for less than 16 MiB, or above 1e9 bytes per second: the hub then had the files already.
+    """
     if size < _LEAST or size > _MOST * seconds:
         return
     with suppress(OSError):
@@ -37,7 +40,10 @@ def keep_rate(size: int, seconds: float) -> None:
 
 
 def upload_rate() -> Rate:
-    """Returns the stored rate of this machine, or `ASSUMED` if there is none."""
+    """Returns the stored rate of this machine, or `ASSUMED` if there is none or it cannot be read.
+
+    Its `source` is "measured on this machine, DATE" or "assumed".
+    """
     with suppress(OSError, ValueError, KeyError, TypeError):
         saved = json.loads(_path().read_text())
         if (rate := float(saved["bytes_per_second"])) > 0:

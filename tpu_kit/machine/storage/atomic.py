@@ -18,9 +18,10 @@ _CANNOT_SYNC = {errno.ENOSYS, errno.ENOTSUP, errno.EINVAL}  # folders of some FU
 
 @contextmanager
 def replacing(path: Path, *, shared: bool = False, durable: bool = False) -> Iterator[Path]:
-    """Yields a temporary path for a new file or folder, and renames it to `path` when the block ends.
+    """Yields a temporary path where the block makes a file or folder, and renames it to `path` when the block ends.
 
-    If the block raises, `path` is unchanged. If `path` is a symbolic link, the link's target is made or replaced.
+    Nothing exists at the temporary path at first. If the block raises, `path` is unchanged, and the temporary path is
+    removed. If `path` is a symbolic link, the link's target is made or replaced.
 
     Args:
         path: the file or folder to make or replace; its parent must exist when the block ends.
@@ -66,7 +67,10 @@ def write_text(path: Path, text: str, *, shared: bool = False) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flushes a file's content, or a folder's entries, to disk, so that they survive a crash of the machine."""
+    """Flushes a file's content, or a folder's entries, to disk, so that they survive a crash of the machine.
+
+    Raises OSError; does nothing for a folder on a file system that cannot sync folders.
+    """
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

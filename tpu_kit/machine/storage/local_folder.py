@@ -75,7 +75,10 @@ def is_lfs_pointer(start: bytes) -> bool:
 
 
 def make_folder(path: Path) -> None:
-    """Makes a folder and its parents if they do not exist; raises OSError, which names the target of a broken link."""
+    """Makes a folder and its parents if they do not exist.
+
+    Raises OSError if it cannot. If `path` is a link to a folder that does not exist, the text names that folder.
+    """
     try:
         path.mkdir(parents=True, exist_ok=True)
     except FileExistsError as error:

@@ -123,7 +123,10 @@ class ObjectFolder:
         return {name: content for name, content in zip(names, contents, strict=True) if isinstance(content, bytes)}
 
     def create(self, name: str, content: bytes) -> None:
-        """Makes an object; FileExistsError if it exists with other content: the first of several writers wins."""
+        """Makes an object; the first of several writers wins.
+
+        Raises FileExistsError if the object exists with other content. Does nothing if it has this content already.
+        """
         try:
             with self._explained():
                 self._files.pipe_file(f"{self._root}/{name}", content, mode="create")
@@ -220,8 +223,8 @@ def upload(folder: Path, url: str) -> None:
 def at_hand(place: Path | str, *names: str) -> Iterator[Path]:
     """Yields a local folder: `place` itself, or a temporary copy of the objects below a URL.
 
-    A local `place` is yielded as an absolute path, even if it does not exist. From a URL, copies the objects and
-    folders in `names`, by default all; skips missing names.
+    A local `place` is yielded as an absolute path, even if it does not exist; `names` is ignored. From a URL, copies
+    the objects and folders in `names`, by default all; skips missing names. The copy is deleted when the block ends.
 
     Raises:
         ValueError: the object store cannot be read. In a ValueError of the block, the URL replaces the copy's path.

@@ -34,7 +34,9 @@ class Place:
 def find_place(config: TrainConfig, at: Machine | None = None) -> Place:
     """Chooses a run's output folder on the machine `at` (default: this machine); an `output_dir` that is set stays.
 
-    Makes no folder and prints nothing.
+    Otherwise it is MyDrive/tpu_kit/RUN_NAME on Colab with a mounted Google Drive, and runs/RUN_NAME in /kaggle/working
+    on Kaggle. Elsewhere it is runs/RUN_NAME. The result has a warning if the folder may be deleted early. Makes no
+    folder and prints nothing.
     """
     at = at or Machine()
     given = config.output_dir
@@ -91,7 +93,7 @@ def fetch_run(place: Place, run_name: str, at: Machine | None = None) -> None:
 
     Does nothing if that folder has checkpoints. Searches the inputs for checkpoint manifests, up to eight folder levels
     deep; checkpoints contain their run's name. If several runs have the name `run_name`, copies the run with the most
-    updates. If none has it, prints the runs of other names.
+    updates, and prints its path. If none has it, prints the runs of other names and copies nothing.
     """
     at = at or Machine()
     target = Path(place.output_dir)
@@ -166,7 +168,10 @@ def resolve_output_dir(config: TrainConfig, at: Machine | None = None) -> TrainC
 
 
 def make_output_folder(config: TrainConfig, *, dry: bool = False) -> Path:
-    """Makes and returns the run's folder; `dry` only checks that it can be made. Raises ValueError if not writable."""
+    """Makes and returns the run's local folder (`config.output_path`); with `dry`, only checks that it can be made.
+
+    Raises ValueError if the folder cannot be made or written to.
+    """
     folder = config.output_path
     try:
         if not dry:
@@ -181,10 +186,11 @@ def make_output_folder(config: TrainConfig, *, dry: bool = False) -> Path:
 
 
 def set_results_aside(config: TrainConfig) -> None:
-    """Moves the adapter and eval.json of an earlier training to `<output_dir>/results.previous`, emptied before.
+    """Moves adapter and eval.json of an earlier training in `config.output_path` to its folder results.previous.
 
-    If the new training ends early, an older adapter or its answers must not pass for its results. In an object store
-    the adapter stays, because adapter and config.yaml there must belong to the same run; only eval.json is removed.
+    If the new training ends early, an older adapter or its answers must not pass for its results. If either exists,
+    first empties results.previous, and prints a line. In an object store the adapter stays, because adapter and
+    config.yaml there must belong to the same run; only eval.json is removed there.
     """
     previous = config.output_path / "results.previous"
     if results := [path for name in ("adapter", "eval.json") if (path := config.output_path / name).exists()]:
@@ -200,9 +206,12 @@ def set_results_aside(config: TrainConfig) -> None:
 def upload_results(config: TrainConfig, adapter_dir: str = "") -> None:
     """Uploads a run's local files to its object store, which already has the checkpoints.
 
+    The files are config.yaml, questions.npz, metrics.jsonl and eval.json of `config.output_path`, if they exist.
+
     Args:
-        config: the run, whose output folder is in an object store.
-        adapter_dir: local folder of the run's adapter; if empty, only the other files are uploaded.
+        config: the run, whose `output_dir` is in an object store.
+        adapter_dir: local folder of the run's adapter, which becomes the folder adapter in the store; if empty, only
+            the other files are uploaded.
 
     Raises:
         ValueError: an upload failed.

@@ -22,7 +22,7 @@ AUTO = "auto"
 def names_run(place: str) -> bool:
     """Whether a command's argument is a run: a URL, a folder, or a config.yaml beside an adapter or checkpoints.
 
-    A folder with the name of a shipped configuration means the configuration.
+    False for a folder with the name of a shipped configuration: the name means the configuration.
     """
     if is_url(place):
         return True
@@ -37,6 +37,7 @@ def run_config(run: Run, overrides: Sequence[str] = ()) -> TrainConfig:
 
     Raises:
         ConfigError: as `load_config`; or the run has no configuration.
+        ValueError: the object store cannot be read.
     """
     with at_hand(run.folder, CONFIG) as folder:
         if not (folder / CONFIG).is_file():
@@ -55,13 +56,15 @@ def read_command(
     answers: bool = True,
     command: str = "",
 ) -> tuple[TrainConfig, Path | str | None]:
-    """Reads the configuration that a command names and finds its adapter; None means the base model.
+    """Returns the configuration that a command names, and its adapter; None as adapter means the base model.
 
     Args:
-        place: a configuration file, the name of a shipped configuration, or a run; None means the adapter's run.
+        place: a configuration file, the name of a shipped configuration, or a run. None means the run of `adapter`, or
+            the default values if that is AUTO, None or outside of a run.
         overrides: `key=value` texts.
-        adapter: a place as in `find_run`; AUTO, or None for the base model.
-        answers: whether the command samples answers; it then prints on stderr which adapter AUTO found.
+        adapter: a place as in `find_run`, returned unchanged and unchecked; None for the base model. AUTO means the
+            adapter of the run `place`, or None if that has none or is no run.
+        answers: whether the command samples answers. With AUTO, it then prints on stderr which adapter the run has.
         command: the command's name, see `load_config`.
 
     Raises:

@@ -32,6 +32,8 @@ class Run(NamedTuple):
 def find_run(place: Path | str) -> Run:
     """Finds the run that a path or a URL belongs to.
 
+    If `place` is itself an adapter, a model or a checkpoint, it is the `adapter` of the result.
+
     Args:
         place: a run's folder, its config.yaml, the folder of an adapter or of a whole model, or a checkpoint.
 
@@ -64,9 +66,10 @@ def adapter_of(place: Path | str) -> Path | str:
 
 @contextlib.contextmanager
 def adapter_at_hand(place: Path | str | None) -> Iterator[Path | None]:
-    """Yields the local folder of the adapter that `adapter_of` finds, or a temporary copy of a URL's; None for None.
+    """Yields the local folder of the adapter that `adapter_of` finds; yields None if `place` is None.
 
-    Raises ValueError as `find_run`, or if the run has no adapter yet.
+    If the adapter is at a URL, the folder is a copy, which is deleted when the block ends. Raises ValueError as
+    `find_run`, or if the run has no adapter yet.
     """
     if place is None:
         yield None
