@@ -19,7 +19,7 @@ from tpu_kit.model.weights.source import read_config
 
 
 def seeing(config: TrainConfig) -> TrainConfig:
-    """Returns a copy of the run with model.images=true; raises ValueError if the model has no vision part."""
+    """Returns a copy of the run with model.images=true; ValueError for a model without vision, or as `read_config`."""
     if getattr(read_config(config.model, needed=True), "vision_config", None) is None:
         raise ValueError(
             f"a prompt has a picture, and model.name={config.model.name} has no vision part: name a model that has, "
@@ -29,17 +29,20 @@ def seeing(config: TrainConfig) -> TrainConfig:
 
 
 def carried(prompt: Any, files: PictureFiles | None = None) -> Any:
-    """Returns a copy of a chat, list or mapping as given, in which bytes replace paths, addresses and data URLs.
+    """Returns a copy of a chat in which every picture is the undecoded bytes of its file.
 
-    A PIL picture becomes the bytes of a PNG file. Pictures in a message become parts {"type": ..., "bytes": ...}.
+    Pictures may be as in `PictureFiles`, or PIL pictures, which become bytes of PNG files. A part of a message with a
+    picture becomes {"type": its type, "bytes": ...}; other parts and texts stay.
 
     Args:
-        prompt: a list of messages, or a mapping with "messages" and optionally "images", a picture or a list; the
-            copy of a mapping has a list "images", empty without pictures.
+        prompt: a list of messages, or a mapping with "messages" and optionally "images", a picture or a list.
         files: opens the pictures; None: any file of this computer may be opened, relative to the working directory.
 
+    Returns:
+        A list of messages, or a mapping with the keys of `prompt` and a list "images", empty without pictures.
+
     Raises:
-        RowError: a picture cannot be opened or used.
+        RowError: as `PictureFiles.picture` and, for PIL pictures, `png`.
     """
 
     def read(source: Any) -> Any:
@@ -87,14 +90,17 @@ def _check_places(number: int, asked: Mapping[str, Any]) -> None:
 def encode(config: TrainConfig, tokenizer: Any, prompts: Sequence[Any]) -> list[Any]:
     """Returns the prompts in order: chats as token ids up to the start of a reply; with pictures, as `PicturedIds`.
 
+    Places of pictures are `<image>` in a text, and parts for a picture without a picture. The "images" of a mapping
+    fill them in order. If no message has a place or a picture, "images" stand before the first user turn's text.
+
     Args:
         config: a run with `model.images`.
         tokenizer: tokenizer of the model or of its adapter.
-        prompts: texts, chats from `carried` (also with "tools"), or token ids; only chats are changed.
+        prompts: texts, chats from `carried` (mappings may have "tools"), or token ids; only chats are changed.
 
     Raises:
-        ValueError: the kit cannot use pictures with the model, a chat has more or fewer pictures than places, or it
-            cannot be rendered; names the prompt's number, from 0.
+        ValueError: as `image_processor`; or with a prompt's number, from 0: "images" and places are not as many, a
+            picture cannot be used or takes too many tokens, or the chat template refuses the chat.
     """
     processor = image_processor(config.model, tokenizer, config.data)
     columns = {"prompt": "messages", "images": "images", "tools": "tools"}

@@ -48,7 +48,7 @@ class ImageCounts(NamedTuple):
     dropped: int
 
     def lines(self, all_tokens: int) -> list[str]:
-        """Returns the two lines of the report; `all_tokens` are the tokens of the used documents, text included."""
+        """Returns the report's lines on pictures and on slots; `all_tokens` counts the used documents' text as well."""
         share = self.tokens / all_tokens
         tiles = f" in {self.slots:,} tiles" if self.slots != self.pictures else ""
         dropped = f"; {self.dropped:,} more dropped with documents that were too long" if self.dropped else ""
@@ -120,7 +120,10 @@ class ImageColumns:
         return next(part for part in reversed(self._parts) if part[0] <= row)
 
     def with_pictures(self, ids: list[int], documents: Documents, number: int) -> list[int]:
-        """Returns `ids`, which belong to document `number`, as `PicturedIds` if it has pictures; opens no picture."""
+        """Returns the token ids of a document as `PicturedIds`, or `ids` itself if the document has no pictures.
+
+        Opens no picture. `ids` are all ids of document `number` of `documents`, the documents of `images`.
+        """
         slots = self.images.of(number).tolist()
         if not slots:
             return ids
@@ -134,18 +137,19 @@ class ImageColumns:
         return self._processor.identity.encode() + b"".join(one.tobytes() for one in arrays)
 
     def add(self, dataset: PackedDataset, rows: np.ndarray, tensors: dict[str, torch.Tensor]) -> None:
-        """Adds the image tensors of some rows, with the names and shapes of `vision.columns_of`.
+        """Adds the image tensors of `rows`, the first axis, on the CPU: names and other axes as `vision.columns_of`.
 
-        A document whose pictures cannot be decoded keeps zeros as pixels and gets no loss; warns on stderr.
+        If a picture of a document cannot be decoded, all its pictures stay zeros, and its labels become `IGNORED`. A
+        warning on stderr names its data set row, once.
 
         Args:
             dataset: the packed documents of the images.
             rows: numbers of packed rows; -1 is an empty row.
-            tensors: result of `PackedDataset.tensors`, changed in place, its labels too.
+            tensors: result of `PackedDataset.tensors` for these rows, changed in place, its labels too.
 
         Raises:
-            BatchError: more data set rows with damaged pictures so far than `MOST_BROKEN` plus `BROKEN_SHARE` of
-                the documents with pictures.
+            BatchError: this object has met too many data set rows with damaged pictures: more than `MOST_BROKEN` plus
+                `BROKEN_SHARE` times the number of documents with pictures.
         """
         processor = self._processor
         for name, (shape, dtype) in vision.columns_of(processor.sizes, self.room, dataset.length).items():
@@ -210,7 +214,9 @@ class ImageColumns:
 def packed_with_images(
     documents: Documents, tokens: Any, epoch: Any, pad_id: int, at_least: int, room: int | None
 ) -> tuple[PackedDataset, ImageCounts]:
-    """Packs documents with images into rows of at most K image slots; returns them with counts, `dropped` being 0.
+    """Packs documents into rows of at most K image slots, at least 1; returns the rows, and counts with `dropped` 0.
+
+    Without `data.packing`, every row has one document.
 
     Args:
         documents: the used documents, with `images`.
@@ -218,8 +224,8 @@ def packed_with_images(
         epoch: the `mixing.Epoch` of their numbers.
         pad_id: id of padding tokens.
         at_least: the largest number of image slots of a training or held-out document.
-        room: K, if it is known; None: `data.images_per_row` or, if that is null too, with packing the result of
-            `fewest_images` for `at_least`, without packing `at_least`.
+        room: K, such as the training rows' for held-out rows; None: `data.images_per_row`. If that is null too, K is
+            the result of `fewest_images` for `at_least`; without packing, it is `at_least`.
 
     Raises:
         ValueError: a document has more images or tiles than `data.images_per_row`.

@@ -31,10 +31,10 @@ class ImageEncoding:
         self._takes_text: dict[str, bool] = {}  # by chat template
 
     def in_parts(self, messages: list[dict[str, Any]], tokenizer: Any) -> list[dict[str, Any]]:
-        """Turns texts with `messages.IMAGE` into lists of parts of type image and text, as chat templates expect them.
+        """Returns the messages with parts in place of texts that contain `messages.IMAGE`, as chat templates expect.
 
-        Returns a new list, and changes no message in place. If the tokenizer's template does not accept plain text
-        (SmolVLM's), all texts become lists.
+        A content becomes a list of {"type": "image"} and {"type": "text", "text": ...}. If the tokenizer's template
+        does not accept plain text (SmolVLM's), all texts become lists. The list is new; no message is changed in place.
         """
         template = str(tokenizer.chat_template)
         if template not in self._takes_text:
@@ -58,18 +58,18 @@ class ImageEncoding:
     def expanded(
         self, ids: Sequence[int], mask: Sequence[bool], pictures: Sequence[Picture]
     ) -> tuple[list[int], list[bool], list[list[int]]]:
-        """Replaces the chat template's token for an image by the tokens of the image, which have no loss.
+        """Replaces every `processor.place_id` by the tokens of the next picture, which have no loss.
 
         Args:
             ids: token ids of a rendered chat, or of its beginning.
-            mask: whether an id has loss.
-            pictures: pictures of the whole chat, in order; those after the last image token are left out.
+            mask: whether an id has loss, for every id.
+            pictures: pictures of the whole chat, in order; pictures after the last `place_id` are left out.
 
         Returns:
-            Ids, mask, and for every picture in the ids the number of soft tokens of its slots.
+            New ids; their mask; and for every used picture, in order, a list with the soft tokens of its slots.
 
         Raises:
-            RowError: there are more image tokens than pictures, or a picture takes too many tokens.
+            RowError: there are fewer pictures than `place_id`, or as `ImageProcessor.tokens`.
         """
         image, left = self.processor.place_id, iter(pictures)
         found, loss, slots = list[int](), list[bool](), list[list[int]]()
@@ -88,7 +88,9 @@ class ImageEncoding:
         return found, loss, slots
 
     def prompt(self, ids: Sequence[int], pictures: Sequence[Picture]) -> list[int]:
-        """Expands the image tokens of a prompt; returns `PicturedIds` if it has image tokens, else a list of the ids.
+        """Returns a prompt's ids with the tokens of its pictures: `PicturedIds`, or a list if it has no `place_id`.
+
+        Pictures after the last `place_id` are left out.
 
         Raises:
             RowError: as `expanded`.
@@ -101,10 +103,11 @@ class ImageEncoding:
         return PicturedIds(found, sources, counts, self.files, self.processor)
 
     def columns(self, pictures: Sequence[Picture], slots: Sequence[list[int]]) -> dict[str, Any]:
-        """Returns the image columns of a tokenized document; `slots` has the soft tokens of every slot, by picture.
+        """Returns the image columns of a tokenized document: "slots", "pictures", "digest", "files" and "stamps".
 
-        The columns are "slots" (a flat list), "pictures" (their number), "digest" (an int64 hash of the pictures), and
-        the lists "files" and "stamps" of the pictures that are files.
+        These are a flat list of `slots`, the number of pictures, an int64 hash of their digests, and two lists for the
+        pictures that are files or objects: `Picture.file` and `Picture.stamp`. `pictures` are the document's, and
+        `slots` has a list for every picture, as from `expanded`.
         """
         digest = hashlib.blake2b("".join(one.digest for one in pictures).encode(), digest_size=8).digest()
         files = [one for one in pictures if one.file]

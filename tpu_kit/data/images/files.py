@@ -70,7 +70,11 @@ class PictureFiles:
 
     @classmethod
     def beside(cls, source: str) -> PictureFiles:
-        """Returns the opener for a file, FOLDER[:CONFIGURATION], pattern or address; other names have no folder."""
+        """Returns the opener for pictures beside the rows of `source`, a name as in `load_rows`.
+
+        FOLDER and FOLDER:CONFIGURATION give FOLDER as `folder`; a file or an object in a store gives its folder. A
+        pattern gives the folder before its first *, ? or [. Other names, such as a data set of the hub, give "".
+        """
         if "://" in source and source.partition("://")[0] not in LocalFileSystem.protocol:
             return cls(_before_pattern(source).rpartition("/")[0])
         path = LocalFileSystem._strip_protocol(source)
@@ -81,10 +85,12 @@ class PictureFiles:
         return cls(os.path.dirname(start) if os.path.isfile(path) or start != path else "")
 
     def picture(self, source: Any) -> Picture:
-        """Reads the header of a picture, without decoding its pixels.
+        """Returns the header of a picture, without decoding its pixels; its `source` is the argument.
 
         Raises:
-            RowError: the picture cannot be opened, or is not allowed: its place, format, size, mode or animation.
+            RowError: the picture cannot be opened, its format is not in `FORMATS`, or it is animated. It has more than
+                `MOST_PIXELS`, or more than 8 bits a channel. Its address is not gs:// or hf://, or its path is neither
+                in `folder` nor in the cache of Hugging Face.
         """
         name, place = name_of(source), self._place(source)
         with self._opened(source) as file, _described(name):

@@ -121,7 +121,7 @@ class Gemma4(ImageProcessor):
     pool: int
 
     def tokens(self, height: int, width: int) -> tuple[list[int], list[int]]:
-        """Returns `begin`, the soft tokens (never too many) for the size in pixels, and `end`; and [their number]."""
+        """Returns `begin`, the soft tokens and `end` of a picture of this size; and [their number], never too large."""
         from transformers.models.gemma4.image_processing_pil_gemma4 import get_aspect_ratio_preserving_size
 
         patches = self.sizes.tokens * self.pool**2
@@ -171,7 +171,7 @@ class Idefics3(ImageProcessor):
         return (SmolVLMImageProcessorPil if self.kind == "smolvlm" else Idefics3ImageProcessorPil)(**self.settings)
 
     def tokens(self, height: int, width: int) -> tuple[list[int], list[int]]:
-        """Returns ids with markers (tiles by row, then the whole), and `sizes.tokens` per tile; never too many."""
+        """Returns ids with markers (tiles by row, then the whole), and [`sizes.tokens` per slot]; never a RowError."""
         _, rows, columns = self._processor.get_number_of_image_patches(height, width)
         count = self.sizes.tokens
         soft, around = [self.token_id] * count, self.ids
@@ -254,7 +254,10 @@ class Qwen(ImageProcessor):
     merge: int
 
     def tokens(self, height: int, width: int) -> tuple[list[int], list[int]]:
-        """Returns soft tokens without markers, and [their number]; RowError if too many, or sides differ 200 times."""
+        """Returns soft tokens without markers, and [their number].
+
+        Raises RowError for more than `sizes.tokens`, or if a side is over 200 times as long as the other.
+        """
         from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
         side, size = self.patch * self.merge, self.settings["size"]
@@ -348,9 +351,10 @@ class Lfm2(ImageProcessor):
         return [*ids, *self.ids[_END]], counts
 
     def pixels(self, image: Image) -> tuple[np.ndarray, np.ndarray | None]:
-        """Returns patches (slots, patches, numbers) uint8, and column and row (slots, patches, 2) int32, -1 if padded.
+        """Returns patches (slots, patches, numbers) uint8, and their column and row (slots, patches, 2) int32.
 
-        Slots have the order of `tokens`, which raises the same RowError. Patches of a soft token are adjacent.
+        Patches are padded with 0, columns and rows with -1. Slots have the order of `tokens`, which raises the same
+        RowError. Patches of a soft token are adjacent.
         """
         across, down, *whole = self._grids(image.height, image.width)
         side, tile, made = self.patch * self.merge, self.settings["tile_size"], list[Any]()
@@ -418,7 +422,8 @@ def image_processor(model: ModelConfig, tokenizer: Any, data: DataConfig) -> Ima
 
     Raises:
         ValueError: the model has no vision part, or an unsupported family; its processor's settings cannot be read or
-            are not supported; the model does not offer `image_tokens`; or an image may exceed `max_length`.
+            are not supported; or the model does not offer `image_tokens`. Also as `vision.check_rows`, such as for an
+            image that may exceed `max_length`.
     """
     tokens = data.image_tokens
     config: Any = read_config(model, needed=True)

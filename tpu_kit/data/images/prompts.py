@@ -37,7 +37,7 @@ class PicturedIds(list[int]):
         return PicturedIds([*self, *more], self.pictures, self.slots, self.files, self.processor)
 
     def blackened(self) -> PicturedIds:
-        """Returns a copy with black PNG pictures of the same sizes; reads headers, raises RowError if it cannot."""
+        """Returns a copy with bytes of black PNG files in the pictures' sizes; RowError as `PictureFiles.picture`."""
         from PIL import Image
 
         sizes = [(one.width, one.height) for one in map(self.files.picture, self.pictures)]
@@ -65,11 +65,13 @@ class PromptImages:
         self._room = max(len(prompt.slots) for prompt in prompts if isinstance(prompt, PicturedIds))
 
     def tensors(self, prompts: Sequence[Sequence[int]], width: int, rows: int) -> dict[str, torch.Tensor]:
-        """Returns the CPU image tensors of a batch of prompts by name, padded at the end to `rows` of `width` tokens.
+        """Returns the CPU image tensors of a batch of prompts by name, with the shapes of `model.families.vision`.
 
-        The tensors are pixels, patch_positions and axis_positions if `processor.sizes` has them, and image_index, as in
-        `model.families.vision`. Rows without pictures hold zeros, -1 in image_index, and 0 to width - 1 on every axis
-        of axis_positions. If a picture cannot be decoded, all pictures of its prompt are black; warns on stderr.
+        The tensors are pixels, patch_positions and axis_positions if `processor.sizes` has them, and image_index. Rows
+        without pictures hold zeros, -1 in image_index, and 0 to width - 1 on every axis of axis_positions; so do rows
+        after the prompts. If a picture cannot be decoded, all pictures of its prompt are black; warns on stderr.
+
+        `prompts` begin at column 0 of the first rows. `rows` is B, and `width` is S; it has room for all soft tokens.
 
         Raises:
             RowError: a picture is missing, its header is damaged, or its size has changed since its tokens were made.
@@ -118,13 +120,15 @@ def put_index(
 def pixels_of(
     pictures: Iterable[Any], slots: Sequence[int], files: PictureFiles, processor: ImageProcessor
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Decodes the pictures of a document or a prompt; `slots` are the soft tokens of their slots.
+    """Decodes the pictures, at least one, of a document or a prompt.
+
+    `slots` are the soft tokens of all their slots, in order, from when the document's or prompt's tokens were made.
 
     Returns:
         Pixels (slots, patches, numbers) uint8 and positions (slots, patches, 2) int32 or None, see `ImageProcessor`.
 
     Raises:
-        RowError: a picture cannot be decoded, or its slots have changed since its tokens were made.
+        RowError: as `PictureFiles.decoded` and `ImageProcessor.tokens`; or a picture gives other slots than `slots`.
     """
     made, planned = [], list(slots)
     for source in pictures:
@@ -144,7 +148,7 @@ def pixels_of(
 
 
 def png(picture: Any) -> bytes:
-    """Returns a PIL picture as PNG bytes, rotated by EXIF, CMYK and the like as RGB; RowError for modes such as F."""
+    """Returns a PIL picture as PNG bytes: rotated by EXIF, CMYK and the like as RGB; RowError for modes such as F."""
     from PIL import ImageOps
 
     picture, buffer = ImageOps.exif_transpose(picture), io.BytesIO()
