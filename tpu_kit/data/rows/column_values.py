@@ -57,10 +57,12 @@ _WEIGHTS, _LABELS = re.compile("loss|weight"), re.compile("label|kto_tag|(is_)?d
 def read_layout(rows: Dataset, names: Sequence[str], config: DataConfig, images: bool = False) -> Layout:
     """Finds format and roles of the columns `names` of a data set by their names and the values of all rows.
 
-    `images` is whether rows may have images; if not, no column has that role.
+    `rows` are the result of `without_decoding`. `images` is whether rows may have images; if not, no column has that
+    role. If chats end in a question, a column such as "response" gets the role "answer": their last reply.
 
     Raises:
-        ValueError: as `detect_layout`, or columns without a role may change the meaning of a row; the text names them.
+        ValueError: as `detect_layout`; columns without a role may change the meaning of a row; or it is not clear which
+            column holds the last reply. The text names the columns.
     """
     first = first_values(rows, names)
     empty = [name for name in names if name not in first]
@@ -115,7 +117,7 @@ def _is_text(feature: Any) -> bool:
 
 
 def first_values(rows: Dataset, names: Sequence[str]) -> dict[str, Any]:
-    """Returns the first nonempty value, by `plain_value`, of every column in `names` that has any."""
+    """Returns column -> its first filled value (`is_filled`), as by `plain_value`; without columns that have none."""
     found = {}
     for name in names:
         feature = rows.features[name]

@@ -83,10 +83,15 @@ def in_message(message: Mapping[str, Any], config: DataConfig) -> str:
 
 
 def with_own_tags(text: str, config: DataConfig, *, is_reply: bool = True) -> str:
-    """Replaces reasoning tags of other models, such as `<|begin_of_thought|>`, by the configuration's tags.
+    """Returns a text with the configuration's tags in place of other models' tags, such as `<|begin_of_thought|>`.
 
-    If `is_reply`, a reply with reasoning is formatted by `reply`; tags that it only mentions stay. Otherwise all tags
-    are replaced, as in a system prompt that names them.
+    If tags are replaced, tags around the answer, such as `<|begin_of_solution|>`, are removed too.
+
+    Args:
+        text: a reply or a system prompt.
+        config: has the reasoning tags.
+        is_reply: True: a reply with reasoning is formatted by `reply`, and tags that a reply only mentions stay. False:
+            all tags are replaced, as in a system prompt that names them.
     """
     for opening, closing in TABLES["tags"]:
         if closing == config.think_close or (opening not in text and closing not in text):
@@ -114,14 +119,14 @@ def _without_tags(answer: str) -> str:
 def split_solution(text: str, config: DataConfig, *, boxed: bool, closings: Collection[str] = ()) -> tuple[str, str]:
     r"""Returns reasoning and answer of a solution, both stripped; without a separator, "" and the whole text unchanged.
 
-    The separators, by priority: the tags, `STATED` and `MARKED` if in `closings`, a last line of "####" and a number
-    (GSM8K), and the last \boxed{} if `boxed`. A "####" after headings is no separator.
+    The separators, by priority: the tags; a last line of `STATED`, then of `MARKED`, and an answer, if in `closings`; a
+    last line of "####" and a number (GSM8K); the last \boxed{} if `boxed`. A "####" after headings is no separator.
 
     Args:
         text: the solution.
         config: has the reasoning tags.
         boxed: whether the content of the last \boxed{} is the answer (MATH), and the whole text the reasoning.
-        closings: `STATED` or `MARKED`, or both, if all rows have them.
+        closings: `STATED` or `MARKED`, or both, if all rows have them (`Layout.closings`).
 
     Raises:
         ValueError: nothing follows the tags, or the "####" with `MARKED` in `closings`.
@@ -217,6 +222,8 @@ class Layout:
     def plain(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """Returns a copy of a row with `plain_value` of its cells, and with the fields of dotted names as new cells.
 
+        The row is of `without_decoding`. A field of an empty cell is None.
+
         Raises:
             RowError: a field does not exist, or its cell is a text that is not valid JSON.
         """
@@ -260,7 +267,10 @@ def _field(value: Any, column: str, fields: str) -> Any:
 
 
 def stores_structs(feature: Any, name: str = "") -> bool:
-    """Whether a feature, with key `name` in its struct, stores contents or arguments of tool calls as Arrow structs."""
+    """Whether a feature of `datasets`, or a dict of them, stores contents or arguments of tool calls as Arrow structs.
+
+    They are structs under the keys arguments, content or value, at any depth; `name` is the key of `feature` itself.
+    """
     if isinstance(feature, dict):
         return name in ("arguments", "content", "value") or any(
             stores_structs(inner, key) for key, inner in feature.items()
@@ -286,7 +296,8 @@ def detect_layout(
         images: whether rows may have images; if not, no column has that role.
 
     Raises:
-        ValueError: an unknown role, a missing column, columns that fit no format, or several columns for a role.
+        ValueError: `config.columns` names a missing column, or images without `images`; the columns fit no format, or
+            not `config.format`; two columns have equally usual names of a role; or messages are in a column of text.
     """
     named, listed = dict(config.columns or {}), shorten(", ".join(columns), 500) or "none"
     left_out = {name for name, column in named.items() if not column and head_of(name, columns)}

@@ -89,9 +89,9 @@ def parsed(value: Any, column: str) -> Any:
 
 
 def without_none(value: Any, filled: bool = True) -> Any:
-    """Returns a value without keys that are None, at any depth.
+    """Returns a copy of a value without the keys of objects whose values are None, at any depth; lists keep None.
 
-    If `filled` is false, the values of the keys arguments, content and value stay as they are.
+    If `filled` is false, other values of the keys arguments, content and value stay as they are.
     """
     if isinstance(value, Mapping):
         kept = () if filled else ("arguments", "content", "value")
@@ -121,8 +121,8 @@ def switch(value: Any) -> bool | None:
 def plain_value(value: Any, feature: Any) -> Any:
     """Converts a value of Arrow to the form that its author wrote.
 
-    Decodes JSON, replaces class numbers by names (None for no class), rounds a float32 to its shortest text, and
-    removes keys with None.
+    Decodes JSON, replaces class numbers by names (None for no class), gives a float32 or float16 its shortest form
+    (0.1), and removes keys with None from objects that are not JSON. Other values, such as images, stay.
 
     Args:
         value: a value of `without_decoding`; lists and objects may be decoded already.
@@ -153,7 +153,10 @@ def decoded(value: Any, feature: Any) -> Any:
 
 
 def without_decoding(rows: Dataset) -> Dataset:
-    """Returns the rows with JSON as text (`datasets` would change 0.3) and images as {"bytes": ..., "path": ...}."""
+    """Returns a view of the rows that gives JSON cells as text, and images as {"bytes": ..., "path": ...}.
+
+    Nested cells too. `datasets` itself would decode JSON with changes, such as of 0.3. The argument stays as it is.
+    """
 
     def changed(feature: Any) -> Any:
         if isinstance(feature, Json):
@@ -175,13 +178,15 @@ def is_short_float(feature: Any) -> bool:
 
 
 def options_of(value: Any, column: str) -> dict[str, str]:
-    """Reads the options of a question; returns the texts by label, which is A, B, ... if not given; {} if empty.
+    """Returns the options of a question: label -> text, both stripped, in order; {} for an empty cell.
 
     Accepts a list of texts, also with letters ("A) yes"), {"label": [...], "text": [...]}, an object from label to
-    text, or a list of objects with a label and a text. The JSON text of these is also accepted. `column` is for errors.
+    text, or a list of objects with a label and a text. The JSON text of these is also accepted. Texts without labels
+    get A, B, ... `column` is for errors.
 
     Raises:
-        RowError: the value has another form, too few or equal labels, or more than 26 texts without labels.
+        RowError: the value has another form; an option is no text or number; labels are equal, or not as many as texts;
+            or there are more than 26 texts without labels.
     """
     if not is_filled(value):
         return {}

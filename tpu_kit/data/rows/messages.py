@@ -73,13 +73,20 @@ def read_messages(
     Args:
         value: the cell.
         column: name of its column.
-        first: index in `value` of the first message that may carry loss; an empty reply from there on is an error.
+        first: index in `value` of the first message after the prompt. Replies before it are not marked; an empty reply
+            with loss from there on is an error.
         system: text of a system turn, added as the first message if there is none; None or empty: none is added.
         config: the data section; its reasoning tags replace other models' tags.
         layout: layout of the rows; has the keys to leave out, and whether messages may have images.
 
+    Returns:
+        Messages with "role" and, as far as they have them, "content", "tool_calls", a key of `MESSAGE_KEYS`, "images"
+        (None for an image of a column), "train" (always False) and unknown keys.
+
     Raises:
-        RowError: a message cannot be read, a system column and turn differ, or no reply from `first` on carries loss.
+        RowError: there is no list of messages; `system` of a column and a system turn differ; or no reply from `first`
+            on carries loss. A message has no role or content, is marked as unwanted, or has keys, parts or calls that
+            the kit cannot train on.
     """
     value = parsed(value, column)
     if not isinstance(value, list) or not value or not all(isinstance(message, Mapping) for message in value):
@@ -381,7 +388,11 @@ def _texts(value: Any) -> list[str]:
 
 
 def thought_of_column(value: Any, column: str) -> str:
-    """Returns the reasoning of a cell, a number as text; "" if empty or a word such as N/A; RowError as `_thought`."""
+    """Returns the reasoning of a cell as text; "" for an empty cell, or a word such as N/A.
+
+    A cell is a text, a number, a list of texts, which line breaks join, or an object with a text. Raises RowError for
+    other values, a flag such as "true" or "on", a setting, and texts of an object that differ.
+    """
     if not is_filled(value):
         return ""
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -436,10 +447,12 @@ def are_calls(value: Any) -> bool:
 def read_calls(value: Any, name: str) -> list[dict[str, Any]]:
     """Returns a list of {"type": "function", "function": {"name": ..., "arguments": {...}}}.
 
-    `value` is a call, a list of calls, or the JSON text of either. Other keys, such as an id, are kept.
+    `value` is a call, a list of calls, or the JSON text of either. Arguments may be JSON text, and have keys such as
+    args or input; a call without arguments gets {}. Other keys, such as an id, are kept.
 
     Raises:
-        RowError: a call has no function name, or arguments that cannot be read; `name` tells where the calls are.
+        RowError: a call has no function name, several keys or an unknown key of arguments, or arguments that are no
+            JSON object; `name` tells where the calls are.
     """
     calls = []
     for call in _decoded_list(value):
@@ -483,12 +496,13 @@ def _arguments(call: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def read_tools(value: Any, column: str) -> list[dict[str, Any]] | None:
-    """Returns a tool, a list of tools, or their JSON text as a list of {"type": "function", "function": {...}}.
+    """Returns tools as a list of {"type": "function", "function": {...}}; None if there are no tools.
 
-    A function has its name and, if the tool has any, its parameters as JSON Schema. None if there are no tools.
+    A function has its name and, if the tool has any, its parameters as JSON Schema; other keys are kept. `value` is a
+    tool, a list of tools, or the JSON text of either.
 
     Raises:
-        RowError: a tool has no name, or the cell or a tool is not valid JSON.
+        RowError: a tool has no name or holds a value that is not JSON, such as NaN; or the cell is text but not JSON.
     """
     value = without_none(parsed(value, column))
     if not is_filled(value):

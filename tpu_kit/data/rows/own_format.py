@@ -52,12 +52,14 @@ def own_rows(rows: Dataset, name: str, function: Callable[..., Any], source: str
     """Returns the results of the user's function as rows, with `LOCATION` and `PROBLEM`; caches them in a file.
 
     A text is the column "text", a list "messages", an object gives its keys. If the function raises an error, or
-    returns another type, the row has a problem and no values. The file depends on the rows and the function's code.
+    returns {}, another type or values that JSON lacks, the row has a problem and no values. The number and order of
+    rows stay. The file depends on the rows and the function's code.
 
     Args:
         rows: result of `without_decoding`; a row with a problem keeps it, and the function does not get it.
         name: name of the function, "module:function".
-        function: takes a row, or a list of rows if it has a parameter `rows`.
+        function: takes a row and returns its result. If it has a parameter `rows`, it takes a list of rows and returns
+            a list of as many results; if that fails, it is called again with lists of one row.
         source: source of the rows, shown with the progress.
         processes: number of processes that call it; None for only this process.
 

@@ -16,14 +16,16 @@ _TRAINED_KEYS = ("tool_calls", "function_call", *MESSAGE_KEYS, *TABLES["message_
 
 
 def read_pair(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
-    """Reads the chosen conversation of a row of `Layout.plain`; its field `rejected` is the rejected conversation.
+    """Returns the chosen conversation of a row of `Layout.plain`; its field `rejected` is the rejected conversation.
 
-    The prompt is a list of messages, the text of a question, which becomes a user turn, or plain text in a column
-    `prompt`, as in TRL. A row without a prompt has it at the start of both replies: equal turns, or whole words.
-    Replies that repeat the prompt, as whole chats do, are read without it.
+    The prompt is in the first filled column with the role `messages`, `prompt` or `question`. A question, after its
+    `history`, becomes a user turn. A text in `prompt` becomes one too if the replies are messages; otherwise prompt and
+    reply are plain text, as in TRL. If no column has the prompt, it is the common start of the replies: whole turns, or
+    whole words. Chats that repeat the prompt are read without it; texts are not.
 
     Raises:
-        RowError: as `schemas.conversation`; only one of the replies is text; or chats have no common prompt.
+        RowError: as `schemas.conversation`; a reply is empty or a list of several texts; only one reply is text; or
+            replies of messages have no common prompt.
     """
     columns = layout.columns
     prompt = _prompt(row, layout)
@@ -46,10 +48,10 @@ def read_pair(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Con
 
 
 def read_labelled(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
-    """Reads a prompt with a reply from a row of `Layout.plain`; sets `Conversation.label`, true for a good reply.
+    """Returns a prompt with a reply, from a row of `Layout.plain`; sets `Conversation.label`, true for a good reply.
 
-    The prompt is messages, a question or plain text, as in `read_pair`; a text without a prompt is plain text. Without
-    a column `completion` the reply is the last turn of the messages.
+    The label is the cell of the role `label`, by `is_wanted`. The prompt is as in `read_pair`; a text without a prompt
+    is plain text. Without a column `completion` the reply is the last turn of the messages.
 
     Raises:
         RowError: as `schemas.conversation`; the label is neither true nor false; or there is no reply.

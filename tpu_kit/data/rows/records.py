@@ -49,10 +49,11 @@ def read_records(system: Any, file: str, separator: str | None) -> Iterator[Reco
     Args:
         system: the fsspec file system of the file.
         file: path in that file system; the suffix gives the compression.
-        separator: separator of cells in CSV; None for JSON: an object per line, or an array of objects.
+        separator: separator of cells in CSV, which are all text; None for JSON: an object per line, or an array.
 
     Raises:
-        ValueError: the file as a whole cannot be read; the text names the file and, if known, the line.
+        ValueError: the file cannot be opened or decompressed, is not UTF-8 text, or is an array that is not valid JSON;
+            a CSV file has a column twice, or quotes that do not match. The text names the file and, if known, the line.
     """
     options = {"encoding": "utf-8-sig", "errors": "surrogateescape", "newline": "", "compression": "infer"}
     try:
@@ -68,7 +69,8 @@ def read_records(system: Any, file: str, separator: str | None) -> Iterator[Reco
 def read_lines(system: Any, file: str, start: int, end: int) -> Iterator[Record]:
     """Yields the rows of a part of a JSON lines file: of all nonblank lines that begin in a range of bytes.
 
-    Their locations are "byte N", because the lines before the part are not read; `line_of` converts them.
+    Their locations are "byte N", because the lines before the part are not read; `line_of` converts them. A line that
+    cannot be read gives a row with a problem.
 
     Args:
         system: the fsspec file system of the file.
@@ -77,7 +79,7 @@ def read_lines(system: Any, file: str, start: int, end: int) -> Iterator[Record]
         end: byte after the range.
 
     Raises:
-        ValueError: the file is not text, or is a JSON array, which cannot be divided.
+        ValueError: the part is not UTF-8 text, or begins a JSON array, which cannot be divided.
     """
     with system.open(file, "rb") as stream:
         if start:
@@ -178,7 +180,7 @@ _NOT_FINITE = (math.inf, -math.inf)
 def as_record(value: Any, location: str) -> Record:
     """Returns the row of a decoded value; with a problem if it is no object or has half of a surrogate pair.
 
-    Cells that are NaN or infinite become None.
+    Cells that are NaN or infinite become None; inside of lists and objects, they stay.
     """
     if not isinstance(value, dict):
         return Record(location, {}, f"a row must be an object, not {json.dumps(value)[:30]}")
@@ -236,10 +238,11 @@ def _csv(stream: Any, file: str, separator: str) -> Iterator[Record]:
 def write_records(records: Callable[[], Iterator[tuple[str, Record]]], target: Path) -> None:
     """Writes rows atomically as an Arrow file that `datasets` opens, with the columns `LOCATION` and `PROBLEM`.
 
-    A column of only int, float or bool keeps its type; texts, also mixed with numbers, become text, the rest JSON.
+    A column keeps its type if all its cells, None aside, are int, all float, or all bool. Other columns of texts and
+    numbers (also int with float), columns of None, and int over 64 bits become text. The rest becomes JSON.
 
     Args:
-        records: returns an iterator of files and rows; the file is "" if the location names it. Called twice.
+        records: returns an iterator of (file, row), whose file is "" if the row's location names it. Called twice.
         target: path of the Arrow file; its folder is made, and an existing file replaced.
     """
     kinds: dict[str, set[type]] = {}

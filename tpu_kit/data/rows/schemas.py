@@ -82,9 +82,10 @@ class Conversation(NamedTuple):
     def questions(self, config: DataConfig, *, users_alone: bool = False) -> list[int]:
         """Returns int64 hashes of the prompts of all trained replies; the last hash is the question of the row.
 
-        The hash covers everything before the reply: system turn, tools, calls and earlier replies. It does not depend
-        on the row's format (chat, columns or plain text), nor on template, tokenizer and other settings. Plain text has
-        one hash: its prompt's, or its own without a prompt. Images must be `Picture` objects.
+        The hash covers everything before the reply: the row's system turn, tools, calls and earlier replies. It does
+        not depend on the row's format (chat, columns or plain text), nor on template, tokenizer and settings such as
+        `data.system_prompt`. Plain text has one hash: its prompt's, or its own without a prompt. Images must be
+        `Picture` objects.
 
         Args:
             config: has the reasoning tags, which may replace other tags in `messages`.
@@ -145,7 +146,7 @@ def _hash(text: str) -> int:
 
 
 def as_text(asked: Any) -> str:
-    """Formats `Conversation.asked` for display: a text, a single message's content, or lines "role: content"."""
+    """Returns `Conversation.asked` for display: the text, a single message's content, or lines "role: content"."""
     if isinstance(asked, str):
         return asked
     if len(asked) == 1:
@@ -161,11 +162,14 @@ def normalised(text: str) -> str:
 
 
 def conversation(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
-    """Reads a row of `without_decoding`; a chat without a system turn gets `data.system_prompt`.
+    """Returns the content of a row of `without_decoding`, read by the function of `layout.format`.
+
+    A chat without a system turn gets `data.system_prompt`. `layout` is the result of `read_layout`. If its `images` is
+    true, the field `images` gets the images of the messages and of their column, unopened.
 
     Raises:
-        RowError: a cell is empty or does not fit its role, the row is marked as unwanted, images and their places are
-            not as many, or no assistant turn carries loss.
+        RowError: a cell is empty or does not fit its role, the row is marked as unwanted, or no assistant turn carries
+            loss. Images and their places are not as many, or images are for plain text.
     """
     talk = _of_row(layout.plain(row), layout, config)
     if layout.images:
@@ -233,10 +237,10 @@ def read_text(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Con
 
 
 def read_chat(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
-    """Reads the chat of a row of `Layout.plain`; `first` is the index of its first reply with loss.
+    """Returns the chat of a row of `Layout.plain`; `first` is the index of the chat's first reply with loss.
 
-    If other columns add the last reply, `first` is the index of its first message with loss. Raises RowError as
-    `conversation`.
+    If the column `answer` adds the last reply, `first` is the index of the first message with loss in that reply.
+    Raises RowError as `conversation`, and if the chat ends in another reply than the `answer`.
     """
     columns = layout.columns
     system, tools = _system(row, layout, config), _tools(row, layout)
@@ -250,10 +254,10 @@ def read_chat(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Con
 
 
 def read_prompt(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
-    """Reads the prompt, text or messages, of a row of `Layout.plain`, for runs that sample replies.
+    """Returns the prompt, text or messages, of a row of `Layout.plain` as a chat, for runs that sample replies.
 
-    The reply is `NO_REPLY`; it continues a prompt that ends in a reply. Raises RowError as `conversation`, and as
-    `expected_answer`.
+    The reply is `NO_REPLY`. If the prompt ends in a reply, `NO_REPLY` is joined to it, and it is the field `begun`.
+    Raises RowError as `conversation`, and as `expected_answer`.
     """
     columns = layout.columns
     system, tools = _system(row, layout, config), _tools(row, layout)
@@ -267,9 +271,9 @@ def read_prompt(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> C
 
 
 def read_problem(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
-    """Reads a question, its answer and any reasoning, from a row of `Layout.plain`, as a chat.
+    """Returns a question, its answer and any reasoning, from a row of `Layout.plain`, as a chat.
 
-    Replies in the `history` carry loss too. Raises RowError as `conversation`.
+    Replies in the `history` carry loss too; `first` is the first of them. Raises RowError as `conversation`.
     """
     column, system, tools = layout.columns["question"], _system(row, layout, config), _tools(row, layout)
     question, reasoning, answer = problem(row, layout, config).values()
@@ -307,10 +311,11 @@ def _calls(row: Mapping[str, Any], column: str, tools: list[Any] | None) -> list
 
 
 def read_completion(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
-    """Reads the prompt and the completion of a row of `Layout.plain`: two plain texts, or a chat.
+    """Returns the prompt and the completion of a row of `Layout.plain`: two joined plain texts, or a chat.
 
-    A prompt of messages may have a completion of text, which becomes a reply, or of messages. Raises RowError as
-    `conversation`, for a text before messages, and for plain text with a system turn or tools.
+    A prompt of messages may have a completion of text, which becomes a reply, or of messages. A reply at its end is the
+    field `begun`, which a completion of text continues. Raises RowError as `conversation`, for a prompt of text with a
+    completion of messages, and for plain text with a system turn or tools.
     """
     columns = layout.columns
     prompt, completion = (_turns(row, columns[role], layout) for role in ("prompt", "completion"))
@@ -348,7 +353,11 @@ def _turns(row: Mapping[str, Any], column: str, layout: Layout) -> Any:
 
 
 def history(row: Mapping[str, Any], layout: Layout) -> list[dict[str, Any]]:
-    """Returns the turns before the question, [] if none, from messages or [question, reply] pairs; else RowError."""
+    """Returns the turns before the question, from the cell of the role `history`; [] if it is empty or missing.
+
+    The cell, or its JSON text, holds messages, which are returned as they are, or pairs [question, reply], which become
+    messages. Raises RowError for other values.
+    """
     column = layout.columns.get("history", "")
     value = row.get(column)
     if isinstance(value, str) and value.lstrip().startswith("["):
@@ -390,8 +399,8 @@ def problem(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> dict[
     The question includes its context and its options. An answer that is the number of an option becomes its label.
 
     Raises:
-        RowError: a cell is empty, or no text, number, object or list; the answer fits no option, or two; or reasoning
-            is both in its column and in tags, or in tags without an answer.
+        RowError: a cell is empty, or no text, number, object or list. The answer is a number or a letter that fits no
+            option, or two. Reasoning is both in its column and in tags, or nothing follows it.
     """
     columns = layout.columns
     question = question_of(row, layout)
@@ -403,7 +412,10 @@ def problem(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> dict[
 
 
 def question_of(row: Mapping[str, Any], layout: Layout) -> str:
-    """Returns the question of a row with its context, if it has any; raises RowError as `content_text`."""
+    """Returns the question of a row after its context, if it has any; raises RowError as `content_text`.
+
+    The context follows the question if the question's column is named "instruction".
+    """
     columns = layout.columns
     question = _cell(row, columns["question"])
     if not is_filled(row.get(columns.get("context", ""))):
@@ -420,7 +432,7 @@ def expected_answer(row: Mapping[str, Any], layout: Layout) -> Any:
     Numbers become texts; an empty cell, true and false are returned unchanged. None without a column "answer".
 
     Raises:
-        RowError: the cell holds an object, or a list of other values than texts and numbers.
+        RowError: the cell holds an object, NaN, an infinite number, or a list of other values than texts and numbers.
     """
     column = layout.columns.get("answer", "")
     value = row.get(column)
@@ -485,7 +497,8 @@ def _chosen(answer: str, options: Mapping[str, str], column: str, first: int) ->
 def final_answer(talk: Conversation, config: DataConfig) -> str:
     """Returns the last reply (also `NO_REPLY`) or completion, without reasoning in tags, stripped.
 
-    Empty for text without a prompt, and for a reply that only calls tools.
+    A reply includes its start `begun`, except before `NO_REPLY`. Empty for text without a prompt, and for a reply that
+    only calls tools.
     """
     if isinstance(talk.messages, str):
         said = talk.messages[talk.first :] if talk.first else ""

@@ -71,8 +71,8 @@ def load_rows(source: str, split: str = "train", seed: int = 0, *, skip: bool = 
         skip: as in `check_rows`; an unreadable row of JSON or CSV stays, its cells are None.
 
     Raises:
-        ValueError: the source or split does not exist, cannot be read or has no rows; or a row of JSON or CSV cannot be
-            read, unless `skip` allows it.
+        ValueError: the source or split does not exist, cannot be read or has no rows or columns; or a row of JSON or
+            CSV cannot be read, unless `skip` allows it.
     """
     if source == "embedded":
         rows = _embedded(split, seed)
@@ -97,7 +97,7 @@ def check_rows(rows: Dataset, problems: Sequence[str | None], source: str, *, sk
     """Checks the problems of rows; returns texts "LOCATION: PROBLEM" of the first `SHOWN` bad rows.
 
     Args:
-        rows: result of `load_rows`.
+        rows: result of `load_rows`; without a column `LOCATION`, the text has "row N", from 0.
         problems: problems of the rows; empty or None for a good row.
         source: source of the rows, for the error.
         skip: whether bad rows may be left out, up to half of all rows.
@@ -167,8 +167,12 @@ class Files(NamedTuple):
 def find_files(source: str, split: str) -> Files | None:
     """Finds the files of a path, folder, glob or URL; None for another name, such as a data set of the hub.
 
-    `split` is "train" except for a folder (or FOLDER:CONFIGURATION); a slice after it is ignored. Raises ValueError for
-    missing files or splits, unknown kinds, and a list of data sets of LLaMA-Factory.
+    `split` is "train" except for a folder (or FOLDER:CONFIGURATION); a slice after it is ignored.
+
+    Raises:
+        ValueError: there is no such split, or no file for a glob, a URL or a name such as rows.jsonl. A file is empty,
+            not accessible or of an unknown kind. Files of a folder are of several kinds or in no split, or it has
+            several configurations and none is named. The source is a list of data sets of LLaMA-Factory.
     """
     if registry := _registry(source):
         raise ValueError(registry)
@@ -398,10 +402,10 @@ def _embedded_images(split: str, seed: int) -> Dataset:
 
 
 def saved_rows_path(data: Dataset | DatasetDict, folder: Path) -> Path:
-    """Returns the path in `folder` to which `save_rows` writes a data set; it depends on the content.
+    """Returns the path in `folder` to which `save_rows` writes a data set; its name is a hash of the fingerprints.
 
     Raises:
-        ValueError: the data is not a `Dataset` or `DatasetDict`, or has no rows.
+        ValueError: the data is not a `Dataset` or `DatasetDict`, or it or a split has no rows.
     """
     parts = [*data.values()] if isinstance(data, DatasetDict) else [data]
     if wrong := [type(part).__name__ for part in parts if not isinstance(part, Dataset)]:
@@ -412,7 +416,7 @@ def saved_rows_path(data: Dataset | DatasetDict, folder: Path) -> Path:
 
 
 def save_rows(data: Dataset | DatasetDict, folder: Path) -> str:
-    """Writes a data set to `saved_rows_path`, unless it is there; returns the path as a source for other processes.
+    """Writes a data set to `saved_rows_path`, unless it is there; returns the path as a source for `load_rows`.
 
     Raises ValueError as `saved_rows_path`.
     """
