@@ -53,9 +53,9 @@ def end_with_parent() -> None:
 
 
 def processor_times(pid: int) -> dict[int, float]:
-    """Returns processor seconds by process id, of `pid` and its descendants that run; {} if `pid` has ended.
+    """Returns processor seconds by process id, for `pid` and its descendants that run; {} if there is no process `pid`.
 
-    They are user and system time since a process's start, and the time of ended children that it has waited for.
+    A value is a process's user and system time since its start, plus the time of ended children that it has waited for.
     """
     import psutil
 
@@ -73,7 +73,9 @@ _OF_DEVICES = ("XLA_", "TPU_", "LIBTPU_", "PJRT_", "JAX_", "CPU_NUM_DEVICES", "L
 def xla_cpu_environment() -> dict[str, str]:
     """Returns a copy of `os.environ` for a child in which torch_xla and JAX use the CPU.
 
-    The copy sets PJRT_DEVICE and JAX_PLATFORMS, among others, and has no other variable for XLA, TPUs, JAX or ranks.
+    The copy has PJRT_DEVICE=CPU, JAX_PLATFORMS=cpu, TPU_SKIP_MDS_QUERY=1, TOKENIZERS_PARALLELISM=false and
+    TORCH_DEVICE_BACKEND_AUTOLOAD=0. Other variables that begin with XLA_, TPU_, LIBTPU_, PJRT_, JAX_, CPU_NUM_DEVICES,
+    LOCAL_RANK, RANK or WORLD_SIZE are left out.
     """
     inherited = {name: value for name, value in os.environ.items() if not name.startswith(_OF_DEVICES)}
     return inherited | {
@@ -93,16 +95,16 @@ def run_child(
 ) -> Ended:
     """Runs `python ARGUMENTS` with this package on its path, prints nothing, and returns its status and output.
 
-    A nonzero status is no error. Before the call ends, also with an error, it kills the process and the children in its
-    process group.
+    A nonzero status raises no error. When the process has ended, or the call raises an error, the call kills all that
+    runs in the process group.
 
     Args:
         arguments: the command line after `python`, such as ["-m", "tpu_kit"].
-        environment: all variables of the process, which inherits none.
+        environment: all variables of the process, which inherits none; PYTHONPATH gets this package's folder in front.
         given: the text of its stdin.
         seconds: time limit; None for no limit.
-        on_line: called in a thread with each line of stdout, without newline.
-        python: the interpreter of another environment, which does not get this package; None for Python here.
+        on_line: called in another thread with every line of stdout, without newline, as soon as it is written.
+        python: the interpreter of another environment, whose PYTHONPATH stays unchanged; None for Python here.
 
     Raises:
         OSError: `python` cannot be started.

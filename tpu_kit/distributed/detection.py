@@ -56,18 +56,22 @@ class Backend:
 def detect(launch: LaunchConfig | None = None, at: Machine | None = None, hosts: Hosts = ONE) -> Backend:
     """Chooses the backend of a launch, without initialising a device or using the network.
 
-    The device type `auto` means the type of PJRT_DEVICE (TPU: tpu, CPU: xla-cpu) if that is set, else tpu if there are
-    a TPU and torch_xla, else cuda, else cpu. The mesh `auto` and a mesh of a single device count as none; TPUs of
-    several hosts always get a mesh.
+    The device type `auto` means tpu for PJRT_DEVICE=TPU and xla-cpu for PJRT_DEVICE=CPU. Otherwise it means tpu if
+    there are a TPU and torch_xla, else cuda if there is a GPU, else cpu. If `launch.num_replicas` is None, a host has a
+    replica on every TPU device or GPU, CPU_NUM_DEVICES or 4 replicas on xla-cpu, and 1 on cpu and torch-tpu. The mesh
+    `auto` and a mesh of a single device count as no mesh, but device type tpu on several hosts always gets a mesh.
 
     Args:
-        launch: device type, number of replicas and mesh; None for the defaults.
+        launch: device type, number of replicas per host, mesh and its rules; None for the defaults.
         at: the machine and its environment; None for this machine.
         hosts: the hosts of the run.
 
     Raises:
-        ValueError: the device or its package is missing (with `auto`, torch_xla for the TPU of a machine without a
-            GPU), or contradicts PJRT_DEVICE, the number of replicas, the mesh or the hosts.
+        ValueError: the device or its package is missing. For `auto` without PJRT_DEVICE, this is only a TPU without
+            torch_xla on a machine without a GPU. Or torch_xla and torch_tpu are both installed, PJRT_DEVICE contradicts
+            `launch.device_type`, this host cannot have that number of replicas, or CPU_NUM_DEVICES is no number. Or
+            xla-cpu has several hosts, or a mesh is given for another type than tpu and xla-cpu. Or as `resolve_mesh`,
+            and for torch-tpu as `limits.check_machine`.
     """
     launch, at = launch or LaunchConfig(), at or Machine()
     wish, pjrt = launch.device_type, at.environ.get("PJRT_DEVICE", "").upper()
@@ -104,7 +108,12 @@ def run_problems(config: TrainConfig, backend: Backend) -> list[str]:
 
 
 def slice_problems(config: TrainConfig) -> list[str]:
-    """Returns a text, with the fix, for each setting that a run on a TPU slice of several hosts does not support."""
+    """Returns a text, with the fix, for each setting that a run on a TPU slice of several hosts does not support.
+
+    It assumes such a run, whatever `config.launch` says. The settings are `tracking.generate_rows` and
+    `tracking.eval_generate_rows` above 0, any `launch.num_replicas`, and on pairs `preference.reference=start` with a
+    loss that compares with it. If there are none, the result is [].
+    """
     answers = "answers are generated on a single host; set it to 0, and evaluate on one host afterwards"
     problems = [
         f"{name}: {config[name]} on a TPU slice of several hosts: {answers}"
@@ -242,9 +251,9 @@ def gpu_count() -> int:
 def seen_on(device_type: str, config: TrainConfig) -> TrainConfig:
     """Returns a copy with the meaning of `auto` settings off a TPU, so that the memory formula describes the run.
 
-    Returns `config` itself for tpu and torch-tpu. Else attention=auto becomes splash on cuda, where no scores are
-    stored either, and sdpa on cpu and xla-cpu. On cuda and cpu scan_layers=auto becomes off, except with distill.layers
-    or optim.remat=blocks.
+    Returns `config` itself for tpu and torch-tpu. On other devices, model.attention=auto becomes sdpa on cpu and
+    xla-cpu, and splash on cuda, where no scores are stored either. On cuda and cpu, optim.scan_layers=auto becomes off,
+    but stays auto with distill.layers or optim.remat=blocks. All other values stay.
     """
     if device_type in ("tpu", TORCH_TPU):
         return config
@@ -262,16 +271,17 @@ def device_memory_budget(
 ) -> TargetSlice | None:
     """Returns the devices of all hosts with the memory per replica, or per device of a TPU mesh; None if it is unknown.
 
-    The memory is a TPU's published size, the total of the first visible GPU, or an equal part of the free host memory
-    without the processes' own. It is unknown on a mesh of XLA:CPU, for an unknown TPU, or if it cannot be read.
+    The memory is a TPU's published size, or the total of the first visible GPU. On the CPU, it is the host's free
+    memory minus the processes' own use, divided by the number of replicas. It is unknown on a mesh of XLA:CPU, for an
+    unknown TPU, or if it cannot be read.
 
     Args:
-        config: the run; only its `launch` section counts.
+        config: the run; only its `launch` section is read, and only if `backend` is None.
         at: the machine; None for this machine.
         backend: the result of `detect`; None calls it for a single host.
 
     Raises:
-        ValueError: as `detect`.
+        ValueError: as `detect` if `backend` is None, and as `find_slice` on a TPU.
     """
     at = at or Machine()
     backend = backend or detect(config.launch, at)

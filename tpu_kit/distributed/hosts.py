@@ -52,11 +52,15 @@ ONE = Hosts()
 def find_hosts(at: Machine | None = None) -> Hosts:
     """Finds the hosts in the environment, or on a TPU VM in its metadata server; by default a single host (`ONE`).
 
-    Reads the first that are set: TPU_KIT_HOSTS with TPU_KIT_HOST_INDEX, JobSet's and xpk's variables, SkyPilot's.
+    It reads the first of these that is set: TPU_KIT_HOSTS or TPU_KIT_HOST_INDEX; MEGASCALE_NUM_SLICES or several names
+    in TPU_WORKER_HOSTNAMES, from JobSet and xpk; SKYPILOT_NODE_IPS. If none is set, it asks the metadata server of a
+    TPU VM, unless TPU_SKIP_MDS_QUERY is set. A single name in a single slice gives `ONE`, too.
     `at` is the machine with its environment; None for this machine.
 
     Raises:
-        ValueError: the variables are incomplete or contradict each other.
+        ValueError: a variable that belongs to the found variable is missing, or the number of this host or slice is not
+            an integer from 0 to their count - 1. Or TPU_KIT_COORDINATOR is not address:port, or without it a host is
+            named twice.
     """
     at = at or Machine()
     environ = at.environ
@@ -137,8 +141,9 @@ def _number(text: str, name: str, below: int) -> int:
 def interface(hosts: Hosts) -> str:
     """Returns the network interface, such as "eth0", through which this host reaches the others; sends nothing.
 
-    By default gloo and NCCL use the interface of the host's name, often the loopback. On host 0 the coordinator's
-    address may be the loopback too (Debian's 127.0.1.1): host 0 then uses its interface to another host.
+    It is the interface to `hosts.address`. On host 0 that may be the loopback (Debian's 127.0.1.1): then it is the
+    first other interface to another host, or "lo" if there is none. By default, gloo and NCCL use the interface of the
+    host's name, often the loopback.
 
     Raises:
         OSError: host 0's name is unknown, or there is no IPv4 route to it.
@@ -167,10 +172,11 @@ def _interface_to(address: tuple[str, int]) -> str:
 
 @contextlib.contextmanager
 def keep_log(hosts: Hosts, folder: Path) -> Iterator[None]:
-    """Prefixes lines of stdout and stderr with the host for the block, and appends them to `<folder>/logs/host-N.log`.
+    """Prefixes lines of stdout and stderr with "[host N] " in the block, and appends them to `FOLDER/logs/host-N.log`.
 
-    `folder` must exist. Host 0 still shows both streams; other hosts print the log's path, then show only stderr. The
-    file gets whole lines, and only the last state of a progress bar.
+    N is `hosts.index`, and FOLDER is `folder`, which must exist. Host 0 still shows both streams, with the prefix;
+    other hosts print the log's path, then show only stderr. The file gets whole lines without secrets, and only the
+    last state of a progress bar.
     """
     path = folder / "logs" / f"host-{hosts.index}.log"
     path.parent.mkdir(exist_ok=True)

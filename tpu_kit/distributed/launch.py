@@ -111,13 +111,15 @@ class Supervisor:
         self._stderr = ""  # the last 16,384 characters
 
     def run(self, payload: bytes, notices: Notices) -> Any:
-        """Starts the launcher, waits until all processes have ended, and returns this host's result.
+        """Starts the launcher, waits until all processes end, and returns the result of this host's first replica.
+
+        Meanwhile it prints their stdout and stderr. Before it raises an error, it ends all processes.
 
         Args:
             payload: function and config, from `sending.payload_of`.
-            notices: receiver of notices to end the launch early.
+            notices: the receiver of notices, inside its block. If its `at_once` is true, no process gets time to save.
 
-        Raises as `launch`.
+        Raises as `launch`, but checks no device, memory or disk before.
         """
         path = [str(Path(__file__).parents[2]), *filter(None, sys.path)]
         settings = {
@@ -386,20 +388,24 @@ def launch(
     Prints the backend on stderr, in a notebook on stdout. Replicas other than this host's first write only to stderr.
 
     Args:
-        fn: the function, with a picklable result; in it, `runtime.current()` is the replica's runtime. See `sending`.
-        config: the run; its `launch` section chooses the device, and `checkpoint.budget_minutes` limits the time.
-        time_limit: seconds after which all replicas are ended. Without a limit, a single CPU replica runs in this
-            process, and its errors are raised unchanged.
+        fn: the function, with a picklable result without tensors on a device. In it, `runtime.current()` is the
+            replica's runtime. Replicas in other processes get a copy of the function; see `sending`.
+        config: the run; its `launch` section chooses the device. After `checkpoint.budget_minutes`, a function with a
+            `preemption.PreemptionGuard` stops at its next step; other functions run on.
+        time_limit: seconds after which all replicas are ended. Without a limit, a single CPU replica on a single host
+            runs in this process, and its errors are raised unchanged.
         sharded: whether to use `launch.mesh`, if set: `fn` then runs in one process for all devices of a host. False
             means replicas, except on TPUs of several hosts, which always get a mesh.
         meeting: meeting of the hosts whose replicas work together; None for this host alone.
         backend: result of `detection.detect`, for which `sharded` has no effect; None calls it.
 
     Raises:
-        ValueError: a device, memory or disk is missing, `fn` cannot be sent, or the kit refuses an input in a replica.
+        ValueError: a device, memory or disk is missing, another process uses the TPU, or a variable such as
+            XLA_USE_BF16 changes dtypes. Or `fn` cannot be sent, or the kit refuses an input in a replica.
         runtime.Outdated: the facts that the launch was planned with have changed.
-        LaunchError: a replica failed, or the time limit was exceeded; the text has the rank and the traceback.
-        HostError: another host failed, hangs or is lost.
+        LaunchError: a replica failed or hangs (`launch.hang_timeout`), or the time limit was exceeded. The text has the
+            rank and the traceback of a failure; stacks of a hang are printed.
+        HostError: with several hosts, another host failed or is lost, or any host hangs.
         KeyboardInterrupt, SystemExit: a signal was received and all replicas have ended. A function that handles
             preemption (`preemption.PreemptionGuard`) returns its result after the first signal; a second ends it.
     """

@@ -106,7 +106,8 @@ class Meeting:
         For a single host it returns at once.
 
         Args:
-            facts: JSON values by name; all hosts must call it with the same names.
+            facts: JSON values by name. All hosts must call it with the same names; a name in a later call must be new,
+                because values are kept.
 
         Raises:
             ValueError: two hosts have different values; the text has both.
@@ -144,7 +145,8 @@ class Meeting:
     def check_shared(self, folder: Path) -> None:
         """Checks that all hosts share the output folder: host 0 writes a file that the others look for, up to 90 s.
 
-        All hosts must call it. `folder` must exist on host 0, which removes the file afterwards.
+        All hosts must call it, once, after their first `agree`. `folder` must exist on host 0, which removes the file
+        afterwards.
 
         Raises:
             ValueError: this host does not see the file.
@@ -170,7 +172,10 @@ class Meeting:
                 mark.unlink(missing_ok=True)
 
     def check(self) -> None:
-        """Raises HostError if another host has failed or, as long as host 0 runs, is silent for `LOST` seconds."""
+        """Raises HostError if another host has failed or is silent for `LOST` (20) s, or host 0 has closed the store.
+
+        After the end of host 0 it raises only for hosts that failed. Before another host has come, it does nothing.
+        """
         now, name = time.monotonic(), self.hosts.name
         for index, document in sorted(self._documents.items()):
             over = document["over"]
@@ -190,7 +195,10 @@ class Meeting:
             raise HostError("; ".join(f"{name(i)}, has given no sign of life for {LOST:g} s" for i in lost), True)
 
     def cause(self, error: Exception) -> Exception:
-        """Waits up to 22 s for another host's failure, which likely broke a connection; returns it, or else `error`."""
+        """Waits up to 22 s until `check` finds a failure, and returns its HostError; without a failure returns `error`.
+
+        `error` is this host's error, such as a broken connection, which a failure of another host may have caused.
+        """
         until = time.monotonic() + LOST + 2
         while time.monotonic() < until:
             try:
@@ -206,10 +214,14 @@ class Meeting:
         return time.monotonic()
 
     def hang(self, stacks: Mapping[str, str]) -> HostError:
-        """Sends this host's stacks; returns an error that names the hosts that sent none, or a stack in no collective.
+        """Sends this host's stacks, waits up to 5 s for the other hosts' stacks, and returns an error about the hang.
 
-        Waits up to 5 s for the other hosts' stacks. If all wait in a collective, the error names all hosts. `stacks`
-        has a text by replica, such as "rank 0"; "" for a process that does not run.
+        The error names the hosts that sent no stacks, and the hosts with a stack in no collective, with these stacks.
+        If there are none, because all wait in collectives, it names all hosts.
+
+        Args:
+            stacks: a text by process, whose key has its replicas, such as "rank 0" or "ranks 0, 1". The text is "" for
+                a process that does not run, which counts as a stack in no collective.
         """
         self._tell(hung=dict(stacks))
         until = time.monotonic() + _TOLD
@@ -246,7 +258,7 @@ class Meeting:
         return next((document["stop"] for document in self._all.values() if document["stop"]), None)
 
     def last_step(self, started: int) -> int | None:
-        """Returns the largest step that a host has sent; None until all hosts have sent their steps or ended.
+        """Returns at once the largest step that a host has sent; None until all hosts have sent a step or ended.
 
         The first call sends `started`, the largest step that this host has started; later calls ignore it.
         """

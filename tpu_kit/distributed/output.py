@@ -52,7 +52,7 @@ class SafeStream:
 
 @contextlib.contextmanager
 def safe_output() -> Iterator[None]:
-    """Replaces stdout and stderr by `SafeStream`s for the block, and flushes them at its end."""
+    """Replaces sys.stdout and sys.stderr by `SafeStream`s for the block; then flushes and removes them."""
     safe: list[Any] = [
         stream if isinstance(stream, SafeStream) else SafeStream(stream) for stream in (sys.stdout, sys.stderr)
     ]
@@ -66,7 +66,7 @@ def safe_output() -> Iterator[None]:
 
 @contextlib.contextmanager
 def printing_to(stdout: Any, stderr: Any) -> Iterator[None]:
-    """Replaces stdout and stderr for the block; restores neither of them if the block itself has set another stream."""
+    """Replaces sys.stdout and sys.stderr for the block; then restores both, unless the block has set another stream."""
     before = sys.stdout, sys.stderr
     sys.stdout, sys.stderr = stdout, stderr
     try:

@@ -218,10 +218,10 @@ def join(flag: StopFlag | None) -> None:
 
 
 def catch_stops() -> list[signal.Signals]:
-    """Installs handlers for `STOPS`: they call `StopFlag.ask` if a replica has a guard, else end this process.
+    """Installs handlers for `STOPS` and returns the signals that got a handler; call it in the main thread.
 
-    Call it in the main thread. Returns the signals that got a handler. Signals that have another handler or are ignored
-    (nohup ignores SIGHUP) stay unchanged.
+    If a replica of this host is inside a `PreemptionGuard`, a handler calls `StopFlag.ask`; otherwise the signal ends
+    this process. Signals that have another handler or are ignored (nohup ignores SIGHUP) stay unchanged.
     """
 
     def handle(number: int, _: object) -> None:
@@ -239,7 +239,10 @@ def catch_stops() -> list[signal.Signals]:
 
 @contextlib.contextmanager
 def stops_raise() -> Iterator[None]:
-    """Makes signals in `STOPS` without a handler raise `Terminated` in the block; outside the main thread no effect."""
+    """Makes signals in `STOPS` raise `Terminated` in the block; outside the main thread it has no effect.
+
+    Signals that have a handler or are ignored before the block stay unchanged.
+    """
     in_main = threading.current_thread() is threading.main_thread()
     free = [number for number in STOPS if in_main and signal.getsignal(number) is signal.SIG_DFL]
 
@@ -266,8 +269,9 @@ def stop_name(end: BaseException) -> str:
 def watch_metadata(give: Callable[[str], None], closed: threading.Event) -> None:
     """Polls Google Cloud's metadata server until `closed`; calls `give` with the reason if the machine is taken back.
 
-    Returns after that call, or if there is no server. Maintenance announced before the run began does not end the run:
-    otherwise a run that is restarted in the hour before a GPU machine stops would end at once, again and again.
+    It blocks: call it in a thread. It returns after that call, after `closed` is set, or if there is no server: 3
+    requests without any answer. Maintenance announced before the run began does not end the run: otherwise a run that
+    is restarted in the hour before a GPU machine stops would end at once, again and again.
     """
     server, failures, found = Machine(), 0, False
     announced = {"preempted": False}  # by key: whether its last value ends a run

@@ -19,9 +19,10 @@ _LOOK = 0.5  # seconds between reads of the replicas' counts
 
 
 def open_bar(name: str, total: int | None, initial: int = 0, unit: str = "step") -> Any:
-    """Returns a tqdm bar on stderr with the text `name`, which shows nothing if the environment has TPU_KIT_NO_BAR.
+    """Returns a tqdm bar on stderr with the text `name`; it shows nothing if the environment has TPU_KIT_NO_BAR.
 
-    `total` is None if it is unknown; `initial` is the number of units done before.
+    The caller updates and closes it. `total` is the number of units, None if it is unknown; `initial` is the number of
+    units done before; `unit` is the word for a unit.
     """
     from tqdm.std import tqdm  # type: ignore[import-untyped]  # tqdm ships no types
 
@@ -49,8 +50,8 @@ def follow_answers(counts: Path, run: Path, model: str, asked: int) -> Iterator[
 
     Args:
         counts: folder in which each replica writes the number of its complete answers to a file `*.answered`.
-        run: the run's folder; if it exists, it contains `ANSWERING_FILE`, JSON with model, answered and asked, until
-            the block ends.
+        run: the run's folder. If it exists, it contains `ANSWERING_FILE` until the block ends: a JSON object with
+            model, answered and asked.
         model: the model's name in the bar and the file, such as "base model".
         asked: number of answers in total.
     """

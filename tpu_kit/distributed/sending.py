@@ -26,7 +26,8 @@ _ERRORS = (pickle.PicklingError, AttributeError, TypeError, ValueError, Recursio
 def payload_of(fn: Callable[..., Any], config: TrainConfig) -> bytes:
     """Pickles a function and its configuration for `restored`, with the objects of `__main__` that they name.
 
-    Texts "__main__:NAME" in the configuration, or in the keywords if `fn` is a partial, name objects.
+    Texts "__main__:NAME" in the configuration, or in the keywords if `fn` is a partial, name objects. A NAME that
+    `__main__` lacks is left out.
 
     Raises:
         ValueError: an object cannot be sent, such as an open file, a lock or a tensor on a device; the text names it.

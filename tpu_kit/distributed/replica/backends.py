@@ -46,7 +46,11 @@ class TorchTpuRuntime(Runtime):
     has_programs = traces_steps = True
 
     def all_reduce(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Sums tensors over the replicas, in place, in one collective: of the traced program, or gloo on the CPU."""
+        """Sums fp32 tensors over the replicas, in place, in one collective; with a single replica does nothing.
+
+        All replicas must call it. The tensors are all on the CPU, where gloo sums them at once, or all on the device,
+        where the function that is being traced gets the collective.
+        """
         if self.world_size == 1:
             return
         import torch.distributed as dist
@@ -134,7 +138,11 @@ class TpuRuntime(_XlaRuntime):
         self._group = group
 
     def exchange(self, mine: T) -> list[T]:
-        """Gathers a JSON value from every replica, which must all call it, on the host; returns the values by rank."""
+        """Gathers a JSON value from every replica, on the host; returns the values by rank. All must call it.
+
+        If a single process has all replicas, they get the same objects. Otherwise every process gets copies, which its
+        threads share and in which tuples are lists.
+        """
         if self.world_size == 1:
             return [mine]
         import torch_xla.runtime as xr
@@ -176,7 +184,10 @@ class SimulatedRuntime(_XlaRuntime):
             cpu_simulation.meet(self.rank)
 
     def exchange(self, mine: T) -> list[T]:
-        """Gathers a value from every replica, without a copy; returns the values by rank. Raises as `barrier`."""
+        """Gathers a value of any type from every replica, without a copy; returns the values by rank.
+
+        All replicas must call it. Raises MeetingError if a replica failed or does not come in launch.hang_timeout.
+        """
         if self.world_size == 1:
             return [mine]
         from tpu_kit.distributed.replica import cpu_simulation

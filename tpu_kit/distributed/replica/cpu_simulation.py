@@ -107,10 +107,16 @@ def environment(devices: int, replicas: bool = True) -> dict[str, str]:
 
 
 def run(replica: Callable[[], None], replicas: int, timeout: float) -> None:
-    """Runs a function in a thread per device until all end, with a barrier around the step marker; once per process.
+    """Runs a function in a thread per device until all end, with a barrier around torch_xla's step marker.
 
-    `replicas` is the number of devices (CPU_NUM_DEVICES). Raises the error of a replica. A replica that waits gets
-    MeetingError if another does not reach the step within `timeout` seconds.
+    Call it once per process, in which the variables of `environment` are set. After all threads have ended, it raises
+    the error of a replica, if there is one.
+
+    Args:
+        replica: the function, whose result is ignored; it asks torch_xla for its rank.
+        replicas: number of devices, as in CPU_NUM_DEVICES.
+        timeout: seconds that a replica waits for another replica at the step marker, in `meet` or in `gather`; then
+            the waiting replicas get MeetingError.
     """
     global _rendezvous
     import torch_xla
@@ -142,9 +148,10 @@ def meet(rank: int) -> None:
 
 
 def gather(rank: int, mine: T) -> list[T]:
-    """Gathers a value from every replica, without a copy; returns the values by rank. All replicas must call it.
+    """Gathers a value of any type from every replica, without a copy; returns the values by rank.
 
-    Raises MeetingError as `meet`.
+    All replicas must call it. Raises MeetingError if a replica does not come within the `timeout` of `run`, or if `end`
+    was called because a replica has ended.
     """
     assert _rendezvous is not None, "`run` comes first"
     _rendezvous.given[rank] = mine

@@ -19,11 +19,13 @@ T = TypeVar("T")
 
 
 def between_processes(mine: T, device: torch.device) -> list[T]:
-    """Gathers a value from every process of the process group, which must all call it; returns the values by rank.
+    """Gathers a value from every process of torch's default process group; returns copies of the values by rank.
+
+    All processes must call it.
 
     Args:
-        mine: a JSON value; tuples become lists.
-        device: device on which the group's collectives need tensors.
+        mine: a JSON value; tuples become lists, also in this process's own value.
+        device: device on which the group's collectives need tensors: the CPU for gloo, this process's GPU for NCCL.
     """
     import torch
     import torch.distributed as dist
@@ -44,7 +46,8 @@ def between_processes(mine: T, device: torch.device) -> list[T]:
 class ProcessGroup:
     """Exchanges values between the processes of a TPU's chips, whose threads are replicas.
 
-    Every process gets a copy, which its threads share.
+    With several processes, every process gets copies of all values, which its threads share. A single process needs no
+    group, and its threads get the same objects.
 
     Args:
         connect: joins the process group on the CPU, given the number of this process and the number of processes.
@@ -61,13 +64,15 @@ class ProcessGroup:
         return type(self), (self._connect,)
 
     def exchange(self, rank: int, mine: T, threads: int, process: int, processes: int) -> list[T]:
-        """Gathers a value from every replica; returns the values by rank. All replicas must call it.
+        """Gathers a value from every replica; returns the values by rank, in a list that this process's threads share.
+
+        All replicas must call it, with equal `threads` and `processes`. The first call joins the group.
 
         Args:
-            rank: number of this replica.
+            rank: number of this replica in the run.
             mine: as in `between_processes`.
             threads: number of replicas per process.
-            process: number of this process.
+            process: number of this process, from 0.
             processes: number of processes.
         """
         with self._lock:

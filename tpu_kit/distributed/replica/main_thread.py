@@ -122,20 +122,20 @@ def call(
     function: Callable[[], T], stop: Callable[[], bool] = lambda: False, patience: float | None = None, *,
     aside: bool = False,
 ) -> T:  # fmt: skip
-    """Calls a function in the main thread and returns its result.
+    """Calls a function in the main thread, or with `aside` in a new thread; waits for it and returns its result.
 
-    If another thread calls this and the main thread does not `serve`, the function runs in that thread, and `stop` and
-    `patience` have no effect.
+    If a thread other than the main thread calls this without `aside`, and the main thread does not `serve`, the
+    function runs in the calling thread. `stop` and `patience` then have no effect.
 
     Args:
-        function: the user's function.
-        stop: called 5 times a second; the call is ended once it returns True.
+        function: the user's function. When its call is ended in the main thread, it gets CallEnded at any place.
+        stop: called 5 times a second in another thread than the function; the call is ended once it returns True.
         patience: seconds after which the call is ended if this process and its children use no processor time; None
             for no limit.
-        aside: call the function in a new thread instead, which runs on after the call is ended.
+        aside: whether to call the function in a new thread, which runs on after the call is ended.
 
     Raises:
-        CallEnded: `stop` or `patience` has ended the call.
+        CallEnded: `stop` or `patience` has ended the call, or a call before it hung while this call waited.
         BaseException: the function's error.
     """
     job, main, handler = _Call(function), threading.main_thread(), signal.getsignal(signal.SIGUSR2)

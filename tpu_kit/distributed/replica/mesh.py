@@ -27,7 +27,7 @@ def active_mesh() -> Mesh:
 
 @contextlib.contextmanager
 def use_mesh(mesh: Mesh) -> Iterator[None]:
-    """Context manager that sets the active mesh of this process for the block."""
+    """Context manager that sets this process's `active_mesh` for the block, then restores it; opens no device."""
     global _mesh
     before, _mesh = _mesh, mesh
     try:
@@ -39,7 +39,7 @@ def use_mesh(mesh: Mesh) -> Iterator[None]:
 def start(mesh: Mesh) -> None:
     """Turns SPMD on with `mesh` as the active mesh until this process ends; call it before any use of a device.
 
-    The runtime numbers devices by slice, then by position in the slice.
+    `mesh` has the devices of all hosts, with the runtime's numbers: by slice, then by position in the slice.
 
     Raises:
         ValueError: the mesh and the runtime have different numbers of devices.
@@ -95,8 +95,9 @@ def row_shards(mesh: Mesh, devices: Sequence[int]) -> list[int]:
 def put_rows(tensor: torch.Tensor) -> torch.Tensor:
     """Copies this process's rows of a batch to its devices; returns the batch of all processes, sharded by rows.
 
-    `tensor` (B, S, ...) has the rows of the N batch shards on these devices: B / N rows of the shard with the lowest
-    number, then of the next. If N does not divide B, all devices get the whole tensor, which is the result.
+    `tensor` (B, S, ...), on the CPU, has the rows of the N batch shards on this process's devices: B / N rows of the
+    shard with the lowest number, then of the next. The result has B / N rows of every shard of the mesh. If N does not
+    divide B, the result is `tensor` itself, replicated on all devices.
     """
     shards = row_shards(_mesh, local_devices())
     held = sorted(set(shards))
@@ -109,10 +110,10 @@ def put_rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def put_stack(parts: list[torch.Tensor], spec: Spec, dtype: torch.dtype) -> torch.Tensor:
-    """Stacks CPU tensors and moves the stack to the devices, converted to `dtype`; the host holds only its shards.
+    """Stacks CPU tensors, converted to `dtype`, and returns the stack on the devices; the host makes only its shards.
 
-    Empties the list `parts`, whose tensors have the same shape. `spec` is the stack's, with None for the first
-    dimension; axes that do not divide are left out.
+    Empties the list `parts`, whose tensors have the same shape. `spec` is for the stack, with None for the first
+    dimension; axes that do not divide their dimension are left out.
     """
     shape = torch.Size([len(parts), *parts[0].shape])
     spec = _mesh.fitted(spec, shape)
@@ -147,10 +148,10 @@ def read(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def pieces(tensors: Sequence[torch.Tensor], devices: Collection[int]) -> list[list[tuple[Box, torch.Tensor]]]:
-    """Returns for every tensor its parts that belong to `devices`, as (box, CPU values); a part belongs to one device.
+    """Returns for every device tensor its parts that belong to `devices`, as (box, CPU values); [] if there are none.
 
-    `devices` are numbers of this process's devices. If several devices of the mesh have the same shard, it belongs to
-    the first. Tensors that are not sharded belong to device 0.
+    `devices` are numbers of this process's devices. A part belongs to a single device of the mesh: if several devices
+    have the same shard, to the first. Tensors that are not sharded belong to device 0.
     """
     found: list[list[tuple[Box, torch.Tensor]]] = []
     for tensor, parts in zip(tensors, _sharded(tensors), strict=True):
@@ -198,9 +199,9 @@ def _shards(tensor: torch.Tensor) -> Iterator[tuple[int, int, Box, torch.Tensor]
 
 
 def boxes(mesh: Mesh, spec: Spec, shape: Sequence[int], devices: Sequence[int] | None = None) -> list[Box]:
-    """Returns for `devices`, by default all, the box of a tensor that each device holds, in their order.
+    """Returns the boxes of a tensor that `devices` hold, one per device in their order; None means all of `mesh`.
 
-    `shape` is the whole tensor's, which `spec` must divide; see `Mesh.fitted`.
+    `shape` is the shape of the whole tensor. The axes in `spec` must divide it (`Mesh.fitted`), which is not checked.
     """
     sizes = mesh.shard_shape(spec, shape)
     found = []

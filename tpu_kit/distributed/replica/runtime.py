@@ -35,7 +35,11 @@ class Shared:
         self._lock, self._loaded = threading.Lock(), list[Any]()
 
     def load(self, load: Callable[[], tuple[M, T]]) -> tuple[M, T]:
-        """Calls `load` unless an earlier call succeeded; returns a deep copy of its model, and the rest, shared."""
+        """Calls `load`, which returns (model, rest), unless an earlier call succeeded; returns (deep copy, rest).
+
+        Every call gets its own copy of the model; `rest` is the same object in all calls. Threads wait for a `load`
+        that runs; its error is raised in its own thread, and the next thread tries again.
+        """
         with self._lock:
             if not self._loaded:
                 self._loaded.append(load())
@@ -81,7 +85,11 @@ class Runtime:
         """Ends the lazy graph and starts it; all replicas must call it. Does nothing if tensors are not lazy."""
 
     def all_reduce(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Sums fp32 tensors over the replicas, in place, in one collective, on XLA in the graph; all must call it."""
+        """Sums fp32 tensors over the replicas, in place, in one collective; with a single replica does nothing.
+
+        All replicas must call it. A replica on a GPU takes tensors that are all on the CPU or all on the GPU. On
+        XLA they are on the device, and the sum is a part of the lazy graph. A mesh sums only CPU tensors, over hosts.
+        """
         if self.world_size == 1:
             return
         import torch
@@ -127,8 +135,8 @@ class Runtime:
     def exchange(self, mine: T) -> list[T]:
         """Gathers a JSON value from every replica, on the host; returns the values by rank, with floats exact.
 
-        All replicas must call it. Replicas that are threads get the same objects; tuples of other processes become
-        lists.
+        All replicas must call it. If all replicas are threads of a single process, they get the same objects.
+        Otherwise the values are copies, in which tuples are lists.
         """
         if self.world_size == 1:
             return [mine]

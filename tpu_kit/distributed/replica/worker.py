@@ -357,7 +357,12 @@ def _watch_children(folder: str, replicas: Sequence[BaseProcess], over: threadin
 
 
 def main() -> None:
-    """Runs the launcher: reads the launch from stdin, starts the replicas, waits until they end, and exits."""
+    """Runs the launcher: reads the launch from stdin, starts the replicas, waits until they end, and exits.
+
+    stdin has the pickled (folder, backend, hang_timeout, payload) of `launch.Supervisor`. If it closes early, because
+    the calling process has ended, this deletes the folder and kills all processes. The status is 1 if the start of a
+    process or `xmp.spawn` fails, else 0; `folder` gets a report of every ended process.
+    """
     folder, backend, hang_timeout, payload = pickle.load(sys.stdin.buffer)
     _show_stacks()
     # The replicas get the signal too, and decide how to end. (They inherit SIG_IGN, for example nohup's.)
