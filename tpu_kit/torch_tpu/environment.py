@@ -27,7 +27,7 @@ def other_plugin(environ: Mapping[str, str] | None = None) -> str:
 
 
 def check_command(command: str, device_type: str) -> None:
-    """Raises ValueError about `command` if `device_type` is torch-tpu; for commands that do not run on it yet."""
+    """Raises ValueError if `device_type` is torch-tpu: for a `command`, any text, that does not run on it yet."""
     if device_type == NAME:
         raise ValueError(
             f"{command} does not run on launch.device_type={NAME} yet; train, evaluate and generate do, and "

@@ -17,7 +17,7 @@ def check_machine(at: Machine, replicas: int = 1) -> None:
     With another plugin than libtpu (`environment.other_plugin`), it checks only the packages.
 
     Raises:
-        ValueError: torch_tpu or a package beside it is missing or has an untested version, or torch_xla is installed.
+        ValueError: a package in `machine.torch_tpu.TESTED` is missing or of another version, or torch_xla is installed.
             Or there is no chip, another process holds it, or `replicas` is neither 1 nor the number of chips.
     """
     if wrong := torch_tpu.mismatches(at.version):

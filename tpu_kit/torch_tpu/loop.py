@@ -24,10 +24,11 @@ def scan(
     nodes makes TorchTPU loop backward.
 
     Args:
-        body: takes the carry and the slices of an iteration, and `constants` if there are any; returns the next carry
-            and the outputs of the iteration. It must not read other tensors.
+        body: takes lists of tensors: the carry, the slices of an iteration, and `constants` unless they are None or [].
+            It returns the next carry, with equal shapes and dtypes, and the outputs of the iteration. It must not read
+            other tensors.
         carry: the initial carry.
-        inputs: tensors (N, ...).
+        inputs: one or more tensors (N, ...).
         reverse: whether to go from the last slice to the first; outputs keep the order of the inputs.
         constants: tensors that all iterations read.
 

@@ -35,9 +35,9 @@ def take_chip(rank: int, replicas: int) -> None:
 
 
 def join_alone(replicas: int) -> None:
-    """Joins, as rank 0 of `replicas`, a group without the others, for programs that are only compiled.
+    """Joins torch's default process group as rank 0 of `replicas`, without the others, to compile programs only.
 
-    Call it within `without_chip.topology_as_device`; it sets environment variables of this process.
+    Call it within `without_chip.topology_as_device`. It sets environment variables, such as RANK, which stay.
     """
     import torch.distributed as dist
 
@@ -89,7 +89,7 @@ def check_all_reduces(text: str, replicas: int) -> None:
         replicas: number of replicas.
 
     Raises:
-        ValueError: the program does not, so the replicas would drift apart.
+        ValueError: the program has other all-reduces or too few, so that the replicas would drift apart.
     """
     groups = [[group.count(",") + 1 for group in re.findall(r"\[([^\[\]]*)\]", found)] for found in _SUM.findall(text)]
     if groups != ([[replicas]] if replicas > 1 else []):

@@ -28,7 +28,7 @@ def is_traced(tensor: torch.Tensor) -> bool:
 
 
 def trace(fn: Callable[..., Sequence[torch.Tensor]], example: Sequence[torch.Tensor]) -> torch.fx.GraphModule:
-    """Traces a function of tensors, which may use autograd, with fake tensors; the graph takes and returns the same.
+    """Traces a function of tensors, which may use autograd, with fake tensors; returns the graph, called like `fn`.
 
     Args:
         fn: takes tensors and returns new tensors; it must not change its arguments.
@@ -80,7 +80,14 @@ class Programs:
     def run(self, name: str, fn: Callable[..., Any], donated: int, *trees: Any) -> Any:
         """Runs `fn(*trees)` as a program and returns its tree; equal names must mean equal functions.
 
-        Results may overwrite the first `donated` tensors of the trees, as in `Program`; raises its errors.
+        Raises as `Program`.
+
+        Args:
+            name: name of the program. For a known name with the same structure, shapes and dtypes, `fn` is not called.
+            fn: takes trees of tensors and returns a tree of new tensors; it must not change its arguments.
+            donated: number of the first tensors, counted through all trees, that results may overwrite. They have no
+                values afterwards.
+            trees: nested lists, tuples and dictionaries of tensors on the device.
         """
         leaves, given = tree_flatten(trees)
         key = name, given, tuple((tensor.shape, tensor.dtype) for tensor in leaves)
@@ -139,7 +146,10 @@ class ModelProgram:
 def trace_with(
     model: torch.nn.Module, fn: Callable[..., Sequence[torch.Tensor]], example: Sequence[torch.Tensor]
 ) -> torch.fx.GraphModule:
-    """Traces `fn(*example)`, which uses `model`; the graph takes *example, then the values of `tensors_of(model)`."""
+    """Traces `fn`, which uses `model`; the graph takes tensors like `example`, then the values of `tensors_of(model)`.
+
+    The graph has the results of `fn`, see `trace`, and holds no tensor of the model.
+    """
     tensors, count = tensors_of(model), len(example)
 
     def run(*inputs: torch.Tensor) -> Sequence[torch.Tensor]:

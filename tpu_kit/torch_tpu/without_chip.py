@@ -36,9 +36,10 @@ _Function = ctypes.CFUNCTYPE(ctypes.c_void_p, _Fields)
 
 @contextlib.contextmanager
 def topology_as_device(name: str, bounds: Sequence[int], chip_config: str | None = None) -> Iterator[torch.device]:
-    """Context manager that yields a device of a topology as TorchTPU's device; the process must not have opened one.
+    """Context manager that yields TorchTPU's device "tpu:0", which stands for the first device of a topology.
 
-    Raises AssertionError if libtpu refuses the topology.
+    Programs can be traced and lowered on it, but not run. The process must not have opened a device. Raises
+    AssertionError if libtpu refuses the topology.
 
     Args:
         name: name of the topology, such as "v5e:2x2".
@@ -122,12 +123,12 @@ def _make_writable(start: int, size: int) -> None:
 def lower(graph: torch.fx.GraphModule, example: Sequence[torch.Tensor]) -> str:
     """Lowers a traced function within `topology_as_device`; returns the text of the StableHLO module.
 
-    The module is the same as in TorchTPU's compiler, except that random integers, whose state is on a chip, become 1,
-    also in `graph` itself.
+    The module is the same as in TorchTPU's compiler, except for random integers, whose state is on a chip: they become
+    1. `graph` itself is changed in the same way.
 
     Args:
         graph: from `program.trace`.
-        example: see `program.trace`; the arguments of the module, in order.
+        example: all arguments of the graph, in order, as for `program.trace`.
     """
     from torch._subclasses.fake_tensor import unset_fake_temporarily
     from torch_tpu._internal.compile import scan, tpu_torch_compile
