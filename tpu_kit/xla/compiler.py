@@ -34,7 +34,10 @@ def _given(stablehlo: bytes) -> Any:
 
 
 def program_of(stablehlo: str, donated: tuple[int, ...], arguments: tuple[str, ...], argument_bytes: int) -> Program:
-    """Makes a `Program` without shardings, for one device, from the text of a StableHLO module; see its fields."""
+    """Makes a `Program` without shardings, for a single device or replicas, from the text of a StableHLO module.
+
+    `donated`, `arguments` and `argument_bytes` are its fields. `active_mesh()` must have the size 1.
+    """
     from jax._src.interpreters import mlir
     from jax._src.lib.mlir import ir
     from jaxlib import xla_client
@@ -47,7 +50,10 @@ def program_of(stablehlo: str, donated: tuple[int, ...], arguments: tuple[str, .
 
 
 def fingerprint(program: Program) -> str:
-    """Returns a hash, 32 hex digits, of the program and its donated buffers, without names and source lines."""
+    """Returns a hash, 32 hex digits, of a program's operations and `donated`.
+
+    It does not depend on metadata, such as source lines and module paths, nor on `arguments`, `shardings` and `mesh`.
+    """
     module = _hlo().HloModule.from_serialized_hlo_module_proto(program.hlo)
     options = _hlo().HloPrintOptions()
     options.print_metadata, options.print_large_constants = False, True
@@ -65,16 +71,18 @@ def compile_program(
 
     Args:
         program: the program to compile.
-        request: num_replicas (devices), topology (the fields of `chips.Topology`) and effort ("low", else normal).
-        also: makes additional fields from the compiled `hlo.Module` and the costs of its instructions.
+        request: num_replicas (devices), topology (a dict of the fields of `chips.Topology`) and effort ("low"; other
+            texts mean normal); other keys are ignored.
+        also: takes the compiled `hlo.Module` and the list of its instructions' `hlo.Cost`; returns additional fields.
         seconds: returns the seconds of one execution of an instruction, from its costs.
 
     Returns:
         compile_seconds and the fields of `compiled_figures`. If the program needs too much memory: compile_seconds,
-        argument_bytes and out_of_memory, the fields of `hlo.parse_out_of_memory` and the error as text.
+        argument_bytes (unpadded) and out_of_memory, a dict: `text`, the error, and as `hlo.parse_out_of_memory`.
 
     Raises:
-        ValueError: the compiler refuses the program for a reason other than memory, or does not know the topology.
+        ValueError: the compiler refuses the program for a reason other than memory.
+        RuntimeError: libtpu does not know the topology.
     """
     import numpy as np
     from jax._src import compiler
@@ -132,8 +140,8 @@ def compiled_figures(
         seconds: see `compile_program`.
 
     Returns:
-        argument_bytes, output_bytes, aliased_bytes, temporary_bytes, code_bytes, loop_trips (`Module.trips`),
-        collectives (`Module.collectives`), and the fields of `also` and of `hlo.costs`.
+        A dict per device: argument_bytes, output_bytes, aliased_bytes, temporary_bytes, code_bytes, loop_trips
+        (`Module.trips`), collectives (`Module.collectives`), and the fields of `also` and of `hlo.costs`.
     """
     from jaxlib import xla_client
 

@@ -171,10 +171,11 @@ class Module:
         return value(name or next(op.name for op in names.values() if op.root))
 
     def collectives(self) -> list[dict[str, Any]]:
-        """Returns the totals of a step for each kind of collective: kind, count, bytes, moved, synchronous, over_dcn.
+        """Returns a dict for each kind of collective with a device's totals of a step; [] without collectives.
 
-        `bytes` are the results', `moved` are sent by a device one way in a ring, and `synchronous` is the part of
-        `moved` during which nothing is computed. Collectives between slices, which hosts run, have separate rows, with
+        Its keys are kind, such as "all-reduce", count, bytes, moved, synchronous and over_dcn. `bytes` are the bytes of
+        the results. `moved` are the bytes that a device sends one way in a ring. `synchronous` is the part of `moved`
+        during which nothing is computed. Collectives between slices, which hosts run, have separate dicts, with
         over_dcn true and a kind such as "all-reduce between slices".
         """
         rows: dict[str, dict[str, Any]] = {}
@@ -219,7 +220,10 @@ class Module:
                     yield from self._transfers(name, chains, fused=True)
 
     def alone(self, computation: str, op: Instruction) -> str:
-        """Returns the text of a module whose program is a single instruction; its operands become parameters."""
+        """Returns the text of a module whose program is the instruction `op` alone; its operands become parameters.
+
+        `computation` is the name of the computation that contains `op`. The module has all computations that `op` runs.
+        """
         queue, needed, names = op.called, set[str](), self.computations[computation]
         while queue:
             if (name := queue.pop()) not in needed:
@@ -291,7 +295,10 @@ class Cost(NamedTuple):
 
 
 def instruction_costs(module: Module, analyse: Callable[[str], dict[str, float]]) -> list[Cost]:
-    """Returns the costs of instructions outside fusions, except loops, ends of asynchronous operations, and tuples.
+    """Returns the costs of the instructions of a program; a fusion counts as a single instruction.
+
+    Instructions that move no bytes are left out, such as parameters, constants, tuples, bitcasts, loops, calls and the
+    ends of asynchronous operations. The instructions in the body of a loop are included.
 
     Args:
         module: the program.
@@ -340,8 +347,8 @@ def costs(
         seconds: returns the seconds of one execution of an instruction; by default 0.
 
     Returns:
-        flops, hbm_bytes, bytes_accessed (in any memory), and operations: dicts, one for each origin and kind, with
-        operation, source, kind, flops, bytes (of HBM) and seconds.
+        flops, hbm_bytes, bytes_accessed (in any memory), and operations: a list with a dict for each origin and kind:
+        operation, source (see `origin`), kind (see `Cost`), flops, bytes (of HBM) and seconds, summed over the step.
     """
     rows: dict[tuple[str, ...], dict[str, Any]] = {}
     for one in instructions:
@@ -407,7 +414,10 @@ def _kernel_flops(kernel: Instruction, operands: list[str]) -> float:
 
 
 def origin(metadata: str) -> dict[str, str]:
-    """Returns {"operation": path in the model, "source": "file:line"} from XLA's metadata; "" for unknown values."""
+    """Returns {"operation": path in the model, "source": "file:line"} from the `rest` of an `Instruction`.
+
+    An unknown value is ""; the source is so for bodies of loops, too. Files are relative to site-packages or the kit.
+    """
     named = dict(re.findall(r'(op_name|source_file|source_line)="?([^" }]*)', metadata))
     file = re.sub(r"^.*/site-packages/|^.*/(?=tpu_kit/)", "", named.get("source_file", ""))
     # Numbers distinguish scopes with equal names; "/jit(" begins the inside of a kernel.
@@ -422,7 +432,8 @@ def parse_out_of_memory(text: str) -> dict[str, int | None] | None:
     """Parses an out-of-memory error of the TPU compiler; returns None for other errors.
 
     Returns:
-        used_bytes, and argument_bytes (None if the text does not have it). The text rounds sizes to 1 % or better.
+        used_bytes, the program's need of HBM, or the size of a single allocation that is larger than the memory; and
+        argument_bytes, None if the text does not have it. The text rounds sizes to 1 % or better.
     """
     if single := re.search(r"Allocation \(size=(\d+)\) would exceed memory \(size=\d+\)", text):
         return {"used_bytes": int(single[1]), "argument_bytes": None}

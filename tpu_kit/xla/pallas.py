@@ -356,13 +356,16 @@ def call(
     outputs: tuple[Spec, ...],
     platform: str,
 ) -> list[torch.Tensor]:
-    """Adds a JAX function to the program of its tensors and returns its results; torch_xla's own function needs a mesh.
+    """Adds a JAX function to the lazy graph of torch_xla's tensors and returns its results, tensors of the graph.
+
+    torch_xla's own function for this needs a mesh.
 
     Args:
-        function: a module's function, with its static settings as the only bound argument; returns a tuple of arrays.
-        tensors: the arguments, on XLA.
-        inputs: the spec of each tensor: on a mesh, every device runs the function on its shards; else without effect.
-        outputs: the spec of each result.
+        function: a partial of a module's function, with hashable static settings as the only bound argument. It takes
+            and returns JAX arrays; the result is a tuple.
+        tensors: the other arguments, on XLA.
+        inputs: a spec for each tensor. On a mesh, every device runs the function on its shards; else without effect.
+        outputs: a spec for each result, like `inputs`.
         platform: the platform for which the function is lowered: "tpu" or "cpu".
     """  # fmt: skip
     import torch_xla

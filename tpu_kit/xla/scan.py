@@ -32,10 +32,11 @@ _tracing = threading.Lock()  # XLA:CPU replicas are threads
 
 
 def scan(body: Body, carry: Tree, inputs: Tree, *, reverse: bool = False, unrolled: bool = False) -> tuple[Tree, Tree]:
-    """Runs `body` for each slice of `inputs`, without autograd.
+    """Runs `body` for each slice of `inputs` along their first dimension, without autograd.
 
-    On XLA the body is traced once, with tensors that have no values. The carry must contain all tensors that the body
-    needs, because the loop would recompute other tensors in every iteration.
+    On XLA it is a loop of the program: the body is traced once, with tensors that have no values. The carry must
+    contain all tensors that the body needs, because the loop would recompute other tensors in every iteration. On other
+    devices it is a Python loop.
 
     Args:
         body: takes the carry and the slices of an iteration; returns the next carry, with equal structure, shapes and
@@ -43,8 +44,8 @@ def scan(body: Body, carry: Tree, inputs: Tree, *, reverse: bool = False, unroll
         carry: the initial carry; booleans are not supported.
         inputs: a tree of one or more tensors (N, ...).
         reverse: whether to go from the last slice to the first; outputs keep the order of the inputs.
-        unrolled: whether to unroll the loop on XLA, too, for few iterations, which run one after another. The compiler
-            copies the carry of a loop, such as the three matrices of an MLP; an unrolled loop copies nothing.
+        unrolled: whether to call the body N times on XLA, too, for small N; the iterations run one after another. The
+            compiler copies the carry of a loop, such as the three matrices of an MLP; an unrolled loop copies nothing.
 
     Returns:
         The final carry, and the outputs stacked to (N, ...).
@@ -205,7 +206,10 @@ def _loop(
 
 
 def after(done: Tensors, tensors: Tensors) -> Tensors:
-    """Returns `tensors`, made dependent on all of `done` in a program; other devices compute in order anyway."""
+    """Returns copies of `tensors` that an XLA program computes after all of `done`.
+
+    On other devices, which compute in order anyway, or with an empty `done`, it returns `tensors` itself.
+    """
     if done and program.is_traced(tensors[0]):
         return loop.after(done, tensors)
     if not done or tensors[0].device.type != "xla":
@@ -231,7 +235,7 @@ def _taken() -> Any:
 
 
 def slice_at(stack: torch.Tensor, place: torch.Tensor) -> torch.Tensor:
-    """Returns the slice of a stack (G, ...) at `place`, an integer tensor () on the device."""
+    """Returns the slice (...) of a stack (G, ...) at `place`, an integer tensor () on the stack's device."""
     if program.is_traced(stack):
         return slices.take(stack, place)
     if stack.device.type != "xla":
@@ -296,9 +300,10 @@ class Traced:
 
 
 def replace_contents(buffers: Sequence[torch.Tensor], found: list[torch.Tensor]) -> None:
-    """Copies `found` into `buffers`, in place, or on TorchTPU makes it their data, and clears the list `found`.
+    """Copies each tensor of `found` into the buffer at its place in `buffers`; then clears the list `found`.
 
-    Tensors that are alive when the graph is cut would be outputs with their own memory.
+    On TorchTPU it copies nothing: the tensors become the buffers' data. On torch_xla, tensors that are alive when the
+    graph is cut would be outputs with their own memory.
     """
     for buffer, new in zip(buffers, found, strict=True):
         if buffer.device.type == "tpu":  # tensors are not lazy, and a copy would be a separate program

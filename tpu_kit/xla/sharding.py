@@ -45,10 +45,11 @@ def query_shards(spec: Spec) -> int:
 
 
 def constrain(tensor: torch.Tensor, spec: Spec, gradient: Spec | None = None, *, uneven: bool = False) -> torch.Tensor:
-    """Tells the compiler how a tensor is sharded; returns it unchanged on a single device, off XLA, or if it is int64.
+    """Tells the compiler how a tensor is sharded, by returning a tensor with the same values and this sharding.
 
-    Axes that do not divide their dimension are removed, unless `uneven`: then the compiler pads the last shards. The
-    tensor's gradient is sharded by `gradient`, by default by `spec`.
+    If the active mesh is a single device, the tensor is not on torch_xla's device, or it is int64, returns it itself.
+    Axes that do not divide their dimension are removed from `spec`; if `uneven` is true, they stay, and the compiler
+    pads the last shards. The tensor's gradient is sharded by `gradient`, by default by `spec`.
     """
     mesh = active_mesh()
     if mesh.size == 1 or tensor.device.type != "xla" or tensor.dtype == torch.int64:  # jax would make int64 int32
@@ -104,9 +105,10 @@ def _sharding(mesh: Mesh, spec: Spec) -> Any:
 
 
 def sharded_kernel(function: Callable[..., Any], inputs: Sequence[Spec], outputs: Sequence[Spec]) -> Callable[..., Any]:
-    """Returns a JAX function that every device runs on its shards; on a single device, the function itself.
+    """Returns a JAX function of whole arrays that runs `function` on every device of the active mesh with its shards.
 
-    `inputs` and `outputs` are the specs of the arguments and of the results, a tuple.
+    On a mesh of a single device it returns `function` itself. `function` returns a tuple. `inputs` has a spec for each
+    argument, `outputs` for each result; the axes must divide the dimensions.
     """
     mesh = active_mesh()
     if mesh.size == 1:

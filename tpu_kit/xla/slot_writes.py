@@ -23,8 +23,8 @@ def write_slot(stack: torch.Tensor, new: torch.Tensor, place: torch.Tensor, slot
     Args:
         stack: (G, B, heads, S, D).
         new: (B, heads, n, D), of the same dtype.
-        place: index of the buffer, () int64.
-        slot: the first slot, (1,) int64, at most S - n.
+        place: index of the buffer, () int64 on the stack's device.
+        slot: the first slot, (1,) int64 on the stack's device, at most S - n.
     """
     if is_traced(stack):
         return slices.write(stack, new, place, slot)

@@ -52,6 +52,9 @@ def partial_bytes(rows: float, heads: float, length: int, head_dim: int, size: i
 def is_fused(rows: float, heads: float, length: int, head_dim: int, size: int, window: int | None = None) -> bool:
     """Whether the backward pass of attention uses the fused kernel.
 
+    It does not if the partial gradients need more than `PARTIAL_BYTES`, or if a row has more than `HIDDEN_BLOCKS` times
+    as many blocks of keys as a window shows.
+
     Args:
         rows: rows of a pass on a device; a fraction if a row's tokens are divided over devices.
         heads: query heads of a device, divided by the number of devices over which a row's queries are divided.

@@ -66,7 +66,10 @@ def tensor_number(tensor: torch.Tensor) -> int:
 
 
 def is_input(tensor: torch.Tensor, number: int) -> bool:
-    """Whether a tensor still has the id `number`, so that it has not been changed in place, and is an input."""
+    """Whether a tensor of torch_xla is an input of the graph, not computed in it, with the id `number`.
+
+    A tensor gets another id (`tensor_number`) when it is changed in place.
+    """
     import torch_xla
 
     if tensor_number(tensor) != number:
@@ -87,9 +90,10 @@ def lower(
 
     Args:
         outputs: all tensors that the step computes and that are alive after it.
-        replaced: ids (`tensor_number`) of the tensors whose buffers get new values.
-        names: names of the inputs, by id.
-        specs: on a mesh, the specs of sharded inputs by name; other inputs are replicated on all devices.
+        replaced: ids (`tensor_number`) of the tensors whose buffers get new values; they become `Program.donated`.
+        names: names of the inputs, by id; inputs without a name get "".
+        specs: on a mesh, the specs of sharded inputs by name, without axes that do not divide; other inputs are
+            replicated on all devices.
     """
     import torch_xla
 
@@ -109,7 +113,10 @@ def lower(
 
 
 def name_operations(model: torch.nn.Module) -> None:
-    """Adds hooks that put module paths into the metadata of a model's forward and recomputed backward operations."""
+    """Adds hooks that put module paths into the metadata of a model's forward and recomputed backward operations.
+
+    A path has the names of the modules that run, such as self_attn; "layers-3" stands for layers.3. The hooks stay.
+    """
     import torch_xla
 
     push = torch_xla._XLAC.profiler.scope_pusher
