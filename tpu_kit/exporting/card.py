@@ -36,9 +36,10 @@ def hub_data(source: str | None) -> str | None:
 
 
 def base_licence(base: str, revision: str | None) -> dict[str, str]:
-    """Asks the hub for the base model's card, and returns its fields license, license_name and license_link.
+    """Asks the hub for the card of the base model `base`, and returns license, license_name and license_link by name.
 
-    Missing fields are left out; the result is empty if the card cannot be read. `revision` None is main.
+    Missing fields, and fields that are not texts, are left out. The result is empty if the hub does not answer or the
+    model has no card. `revision` None is main.
     """
     from huggingface_hub import HfApi
 
@@ -60,15 +61,16 @@ def model_card(
     relation: str | None = None,
     licence: Mapping[str, str] = {},
 ) -> str:
-    """Returns the text of README.md, rendered from model_card.jinja.
+    """Returns the text of README.md, rendered from model_card.jinja; raises ValueError if eval.json is damaged.
 
     Args:
         config: the run.
         run_dir: the run's folder; eval.json and metrics.jsonl in it are used if they exist.
         kind: the kind of export, such as "merged weights in bf16".
-        base: the base model's name on the hub, or None, which leaves out base_model and relation.
+        base: the base model's name on the hub; None leaves out base_model and its relation, and names the model's
+            folder.
         use: how to load the export, in Markdown.
-        checks: comparisons and notes, as lines.
+        checks: comparisons and notes, a text for each line of a list.
         relation: to the base model: "adapter", "finetune" or "quantized".
         licence: of the base model, as `base_licence` returns it.
     """

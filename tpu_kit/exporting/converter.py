@@ -31,10 +31,12 @@ _UNKNOWN_TOKENIZER = "BPE pre-tokenizer was not recognized"
 
 
 def archive_at_hand() -> Path:
-    """Returns the path of the converters' archive in the user's cache; pip downloads it if it is missing.
+    """Returns the path of the converters' archive in ~/.cache/tpu_kit; pip downloads it if it is missing.
+
+    XDG_CACHE_HOME replaces ~/.cache.
 
     Raises:
-        ValueError: it cannot be fetched, or its checksum is wrong.
+        ValueError: pip cannot fetch it, or the file there has a wrong checksum, which every call computes.
     """
     archive = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tpu_kit" / ARCHIVE
     if not archive.is_file():
@@ -88,13 +90,14 @@ def convert_model(folder: Path, target: Path, outtype: str, tools: Path, *, proj
 
     Args:
         folder: folder of the model.
-        target: the file to write.
+        target: the file to write; its folder must exist.
         outtype: f16, bf16 or q8_0.
         tools: the folder of `converter`.
-        projector: write the vision part (mmproj) instead of the language model.
+        projector: True writes the vision part (mmproj), for which `folder` also needs the processor's files; False
+            writes the language model.
 
     Raises:
-        ValueError: llama.cpp's converter refuses the model or its tokenizer.
+        ValueError: llama.cpp's converter refuses the model or its tokenizer, or writes no file.
     """
     command = [str(tools / "convert_hf_to_gguf.py"), str(folder), "--outfile", str(target), "--outtype", outtype]
     if projector:
@@ -109,12 +112,13 @@ def convert_model(folder: Path, target: Path, outtype: str, tools: Path, *, proj
 
 
 def convert_adapter(adapter: Path, base: Path, target: Path, tools: Path) -> None:
-    """Converts a LoRA adapter of PEFT to the GGUF file `target` in f16.
+    """Converts a LoRA adapter of PEFT in the folder `adapter` to the GGUF file `target` in f16.
 
-    The folder `base` has the base model's config and tokenizer; `tools` is the folder of `converter`.
+    The folder `base` has the base model's config and tokenizer; `tools` is the folder of `converter`. The folders stay
+    unchanged.
 
     Raises:
-        ValueError: GGUF cannot hold this adapter, or the converter refuses it.
+        ValueError: the adapter has DoRA, LoRA on embeddings, or trained tokens or modules; or the converter refuses it.
     """
     settings = json.loads((adapter / "adapter_config.json").read_text())
     if settings.get("use_dora"):

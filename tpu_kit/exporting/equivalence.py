@@ -68,7 +68,7 @@ class LogitComparison:
 
     @property
     def problems(self) -> list[str]:
-        """Texts about the bounds that do not hold; empty if the export is the tuned model."""
+        """Texts for `largest` > `limit`, `agreement` < `least`, `mean` > `LOST` * `effect`, and NaNs; empty if none."""
         texts = {
             f"the largest difference of its {self.unit}{self._where} is {self.largest:.4g}, more than {self.limit:.4g}":
                 self.largest <= self.limit,
@@ -105,7 +105,8 @@ def logits(
         model: of transformers or PEFT, on the CPU and in evaluation mode.
         prompts: token ids, which may carry pictures (`PicturedIds`); they run one at a time.
         positions: maximum number of positions per prompt.
-        pictures: the model's keyword arguments for the pictures of every prompt; empty: the pictures of the ids.
+        pictures: the model's keyword arguments for pictures, a mapping for every prompt ({} without pictures). If the
+            sequence is empty, they are made from the pictures that the ids carry.
     """
     given = pictures or pictures_of(prompts) or [{}] * len(prompts)
     with torch.no_grad():
@@ -136,7 +137,8 @@ def compare(
         effect: `mean_difference` between tuned model and base.
         stored: the type of the export's weights, a key of `LIMITS`.
         by: the program that read the export.
-        mixture: whether the model has experts; then only the share `least` of the positions must be within the limit.
+        mixture: whether the model has experts. If True, `LogitComparison.largest` covers only the share `least` of the
+            positions, with the smallest differences; if False, it covers all.
     """
     here, there = torch.cat(list(tuned)), torch.cat(list(exported))
     same = here.argmax(1) == there.argmax(1)
@@ -161,7 +163,8 @@ def reload(folder: Path, prompts: Sequence[Sequence[int]], base: dict[str, Any] 
         base: for an adapter, the arguments of transformers' `from_pretrained` for its base model; None: a whole model.
 
     Raises:
-        ValueError: the folder cannot be read; the text ends with the error of transformers.
+        ValueError: the folder cannot be read, or its weights do not fit the model; the text ends with the error of the
+            process. Or the process takes more than `SECONDS`.
     """
     job: dict[str, Any] = {"folder": str(folder.absolute()), "base": base, "prompts": [*prompts]}
     if not (pictures := pictures_of(prompts)):
@@ -244,8 +247,8 @@ def in_child(
 ) -> Any:
     """Runs `python -m MODULE JOB.json RESULT` with a job in a new process without accelerators; returns the result.
 
-    The module writes the result (tensors and plain values) to RESULT with `torch.save`. `variables` are added to the
-    environment. Raises ValueError if the process fails or takes more than `SECONDS`.
+    The job has JSON values. The module writes the result (tensors and plain values) to RESULT with `torch.save`.
+    `variables` are added to the environment. Raises ValueError if the process fails or takes more than `SECONDS`.
     """
     environment = os.environ | {"PJRT_DEVICE": "CPU", "CUDA_VISIBLE_DEVICES": "", "TOKENIZERS_PARALLELISM": "false"}
     environment |= variables
@@ -297,10 +300,11 @@ def _stock(job: dict[str, Any]) -> torch.nn.Module:
 
 
 def llama_cpp(job: dict[str, Any], context: int) -> Any:
-    """Returns llama.cpp's server (`xllamacpp.Server`) on the CPU with a job's files, for `context` tokens.
+    """Starts llama.cpp's server (`xllamacpp.Server`) on the CPU with a job's files, for `context` tokens; returns it.
 
-    "gguf" is the model's file. Other entries may be missing or None: "lora" and "projector" are files, "image_tokens"
-    limits the tokens of a picture, for models whose pictures have a variable number.
+    "gguf" is the path of the model's file. Other entries may be missing or None: "lora" and "projector" are paths of
+    files, "image_tokens" is the maximum of a picture's tokens, for models whose pictures have a variable number. Errors
+    of xllamacpp, also if it is not installed, are raised unchanged.
     """
     xllamacpp = importlib.import_module("xllamacpp")  # it has no types
 

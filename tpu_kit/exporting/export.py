@@ -81,23 +81,25 @@ def export(
     """Writes a run's model for another program, checks it, and pushes it to the hub if `push` names a repository.
 
     Args:
-        run_dir: the output of training, with config.yaml and adapter/: a folder, or gs://bucket/run; or its
-            config.yaml or adapter.
+        run_dir: the output of training, with config.yaml and adapter/: a folder, or gs://bucket/run; or its config.yaml
+            or adapter.
         format: "adapter" for PEFT; "merged" for transformers; "vllm"; "gguf-f16", "gguf-bf16", "gguf-q8_0" for
             llama.cpp and Ollama, with a second file for images; "gguf-lora" for an adapter in llama.cpp.
-        out: folder to write, None: `RUN_DIR/export/FORMAT`, for gs://bucket/run `runs/<run_name>/export/<format>`. An
-            earlier export there is replaced; other content is an error.
-        dtype: type of merged weights: "bf16", "f16" or "fp32".
+        out: local folder to write; None: `RUN_DIR/export/FORMAT`, for gs://bucket/run
+            `runs/<run_name>/export/<format>`. An earlier export there is replaced once the new export is checked; other
+            content is an error.
+        dtype: type of merged weights: "bf16", "f16" or "fp32". GGUF formats ignore it.
         base: the base model's name on the hub, if training read it from a folder.
-        vllm: interpreter of an environment with vLLM for comparisons; None: this environment's, "off": none.
+        vllm: interpreter of an environment with vLLM for comparisons; None: this environment's, "off": none. Only for
+            the formats "vllm" and "adapter".
         push: "owner/name" of a repository on the hub; None: nothing is pushed.
-        private: whether a repository that is created is private.
-        revision: the branch to push to; None: main.
+        private: whether a repository that is created is private; False needs `push`.
+        revision: the branch to push to; None: main. Other branches need `push`.
 
     Raises:
-        ValueError: an argument is unknown or has no effect. The run is incomplete. The adapter is missing, damaged or
-            of another model. The format cannot hold the model. The disk is full, a tool is missing, or the object store
-            cannot be read. The hub refuses the repository or the upload. Or the export differs from the tuned model.
+        ValueError: as `ExportOptions`. The run is incomplete. The adapter is missing, damaged or of another model. The
+            format cannot hold the model. The disk is full, a tool is missing, or the object store cannot be read. The
+            hub refuses the repository or the upload. Or the export differs from the tuned model.
     """
     place = None if out is None else str(out)
     (done,) = export_all(
@@ -107,7 +109,9 @@ def export(
 
 
 def export_all(run_dir: str | Path, options: ExportOptions, option: str = "push") -> list[Exported]:
-    """Exports a run in all formats of `options`, and pushes them as one commit; raises as `export`.
+    """Exports a run in all formats of `options`, and pushes them as one commit if `options.push` is set.
+
+    Raises as `export`. After an error nothing is pushed, and the formats that were finished stay on the disk.
 
     Args:
         run_dir: as in `export`.
@@ -116,7 +120,7 @@ def export_all(run_dir: str | Path, options: ExportOptions, option: str = "push"
         option: name of the option that names the repository, for errors.
 
     Returns:
-        An export per format, in order; the last has `pushed`.
+        An export per format, in order. After a push, the last has `pushed`; otherwise it is None in all.
     """
     repository = None
     if options.push:

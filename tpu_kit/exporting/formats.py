@@ -30,10 +30,10 @@ _PROCESSOR_FILES = ("PROCESSOR_NAME", "IMAGE_PROCESSOR_NAME", "VIDEO_PROCESSOR_N
 
 
 def adapter(tuned: TunedModel) -> Written:
-    """Writes the adapter for PEFT to `tuned.part`, with its base model's name, generation config and processor.
+    """Copies the run's adapter for PEFT to `tuned.part`, with its base model's name, generation config and processor.
 
-    Compares it on the base in PEFT, and in vLLM if that is at hand. Raises ValueError for a whole model, or if the
-    results differ from the tuned model's.
+    Compares it on the base in PEFT, and in vLLM as `check_in_vllm`. Raises ValueError for a whole model, or if the
+    results differ from the tuned model's; also as `reload` and `check_in_vllm`.
     """
     source = adapter_of(tuned, "merged")
     shutil.copytree(source, tuned.part, dirs_exist_ok=True)
@@ -122,10 +122,10 @@ def _in_vllm(tuned: TunedModel, settings: Mapping[str, Any], base: str) -> tuple
 
 
 def merge(tuned: TunedModel) -> LogitComparison:
-    """Merges the adapter of `tuned.model` in fp32, in place; a streamed model merges weights when it reads them.
+    """Replaces `tuned.model` by the model with its adapter merged in fp32; a whole model stays as it is.
 
-    A whole model stays as it is. Returns the comparison of the logits with `tuned.logits`; raises ValueError if they
-    are not within its limits.
+    For a streamed model, it sets `tuned.streamed.merging`: adapters are merged when weights are read. Returns the
+    comparison of the merged logits with `tuned.logits`; raises ValueError if they are not within its limits.
     """
     if tuned.streamed:
         tuned.streamed.merging = True
@@ -137,9 +137,10 @@ def merge(tuned: TunedModel) -> LogitComparison:
 
 
 def save_merged(tuned: TunedModel, folder: Path, dtype: torch.dtype) -> None:
-    """Writes the model, which `merge` has merged, in `dtype` with its tokenizer; a model in memory is cast in place.
+    """Writes the model, which `merge` has merged, in `dtype` with its tokenizer to `folder`, as `save_model`.
 
-    Raises ValueError if the tokenizer differs when it is read again.
+    The written end tokens are `tuned.stops`. Raises ValueError if the tokenizer that is read again has another chat
+    template, or makes other tokens of `tuned.texts`.
     """
     from transformers import AutoTokenizer
 
@@ -152,7 +153,11 @@ def save_merged(tuned: TunedModel, folder: Path, dtype: torch.dtype) -> None:
 
 
 def merged(tuned: TunedModel) -> Written:
-    """Merges the model and writes it in `tuned.dtype` for transformers to `tuned.part`; ValueError if it differs."""
+    """Merges the model (`merge`), and writes it in `tuned.dtype` for transformers to `tuned.part`.
+
+    A model with parts for images or sound gets the base's processor files. Raises ValueError as `merge`, `save_merged`
+    and `reload`, or if the written model's logits differ from the tuned model's.
+    """
     checks, notes = _write_merged(tuned)
     use = (
         "```python\nfrom transformers import AutoModelForCausalLM, AutoTokenizer\n"
@@ -166,7 +171,10 @@ def merged(tuned: TunedModel) -> Written:
 
 
 def for_vllm(tuned: TunedModel) -> Written:
-    """Writes a folder as `merged`, compares it in vLLM too, and notes its command; ValueError if a check fails."""
+    """Writes a folder as `merged`, compares it as `check_in_vllm` too, and notes the command that serves it.
+
+    Raises ValueError as `merged` and `check_in_vllm`. If vLLM is not found, a note replaces the comparison.
+    """
     checks, notes = _write_merged(tuned)
     served = Served(HERE, tuned.config.served_name, {"dtype": DTYPES[tuned.dtype]})
     compared, told = check_in_vllm(tuned, served)
@@ -216,8 +224,11 @@ def _settings(model: ModelConfig) -> dict[str, Any]:
 def copy_processor(model: ModelConfig, folder: Path) -> list[str]:
     """Copies the base model's processor files, with which transformers prepares images and sound, to `folder`.
 
+    Files that the base does not have are skipped. A model that reads text alone has none. Raises nothing if a file
+    cannot be fetched.
+
     Returns:
-        A list with a note if the hub was not reached; else an empty list, also for a model that reads text alone.
+        A list with a note if a file could not be fetched or copied; else an empty list.
     """
     from huggingface_hub import hf_hub_download
     from huggingface_hub.errors import EntryNotFoundError
@@ -246,8 +257,9 @@ def copy_processor(model: ModelConfig, folder: Path) -> list[str]:
 def save_model(model: Any, tokenizer: Any, folder: Path, dtype: torch.dtype) -> None:
     """Writes a model in `dtype`, generation config, tokenizer and chat template to `folder`, also for transformers 4.
 
-    A `StreamedModel` is saved merged if `merging` is set; a model in memory is cast in place. Version 5 renamed some
-    settings, and version 4 ignores the new names: the rotary base (rope_theta) of Qwen2.5 would be 100 times too small.
+    A `StreamedModel` is saved merged if `merging` is set; a model of transformers is cast in place. Version 5 renamed
+    some settings, and version 4 ignores the new names: the rotary base (rope_theta) of Qwen2.5 would be 100 times too
+    small. So the files have both names.
     """
     if isinstance(model, StreamedModel):
         model.save(folder, dtype)

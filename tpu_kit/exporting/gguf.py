@@ -35,10 +35,11 @@ def _refuse_experts(tuned: TunedModel) -> None:
 
 
 def write_model(tuned: TunedModel, outtype: str) -> Written:
-    """Merges the model, and writes it as GGUF ("f16", "bf16" or "q8_0", rounded from fp32) with a Modelfile.
+    """Merges the model (`merge`), and writes it as GGUF ("f16", "bf16" or "q8_0", rounded from fp32) with a Modelfile.
 
-    All files go to `tuned.part`; a run with images adds the vision part's file. Raises ValueError for a mixture, if
-    the model cannot be written, or if llama.cpp is installed and answers otherwise.
+    All files go to `tuned.part`: `<served_name>-<outtype>.gguf`, and a second file for the vision part if the run has
+    images. If llama.cpp is installed, its answers are compared. Raises ValueError for a mixture, if the merged logits
+    or the answers differ from the tuned model's; also as `projector.refuse`, `converter` and `convert_model`.
     """
     _refuse_experts(tuned)
     sees = tuned.config.model.images
@@ -70,10 +71,11 @@ def write_model(tuned: TunedModel, outtype: str) -> Written:
 
 
 def write_adapter(tuned: TunedModel) -> Written:
-    """Writes the adapter as GGUF, and a Modelfile, to `tuned.part`; compares it in llama.cpp, if that is installed.
+    """Writes the adapter as GGUF (`<served_name>-lora-f16.gguf`), and a Modelfile for it on base.gguf, to `tuned.part`.
 
-    The comparison is on the base model in f16, which is deleted afterwards. Raises ValueError for a whole model, a
-    mixture, adapters that GGUF cannot hold, or if the comparison fails.
+    If llama.cpp is installed, compares its answers on the base model in f16; that file is deleted afterwards, so the
+    user adds base.gguf. Raises ValueError for a whole model, a mixture, trained weights of the vision part, if the
+    comparison fails, or as `converter`, `convert_adapter` and `convert_model`.
     """
     source, sees = adapter_of(tuned, "gguf-f16"), tuned.config.model.images
     _refuse_experts(tuned)
@@ -120,7 +122,8 @@ def modelfile(
     Args:
         source: name of the GGUF file in the same folder.
         stops: texts of the tokens that end an answer.
-        system_prompt: the system prompt of training; left out if None, or if it contains three quotes.
+        system_prompt: the system prompt of training; None or "": none. If it contains three quotes, a comment replaces
+            it.
         adapter: name of the GGUF file of a LoRA adapter, if `source` is its base model; empty: none.
         projector: name of the GGUF file of the vision part, which Ollama takes as a second source; empty: none.
     """

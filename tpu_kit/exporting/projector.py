@@ -65,10 +65,11 @@ class Projector(NamedTuple):
 
 
 def refuse(tuned: TunedModel, compares: bool) -> None:
-    """Raises ValueError if the converter cannot write the vision part, or if a required comparison is not possible.
+    """Raises ValueError if the vision part of the run's model cannot be exported; returns nothing.
 
-    `compares` is whether llama.cpp is installed. Models of Gemma 4 require the comparison, because llama.cpp computed
-    other log-probabilities for small random models, even for text.
+    It refuses families that are not in `WRITTEN`, and models of Gemma 4 unified without an audio part. `compares` is
+    whether llama.cpp is installed; if False, it refuses all models of Gemma 4, because llama.cpp computed other
+    log-probabilities for small random models, even for text.
     """
     settings = base_model(tuned.model).config
     if settings.model_type not in WRITTEN:
@@ -89,7 +90,11 @@ def refuse(tuned: TunedModel, compares: bool) -> None:
 
 
 def complete_settings(folder: Path) -> None:
-    """Adds settings to config.json in `folder` that the converter expects and transformers may not save."""
+    """Adds settings to text_config of config.json in `folder` that the converter expects and transformers may not save.
+
+    They are architectures for SmolVLM and Idefics3, and moe_intermediate_size for Gemma 4 unified. Set values stay, and
+    other families get none.
+    """
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
     settings = json.loads((folder / "config.json").read_text())
@@ -102,12 +107,13 @@ def complete_settings(folder: Path) -> None:
 
 
 def write(tuned: TunedModel, folder: Path, outtype: str, tools: Path) -> Projector:
-    """Writes the vision part as a GGUF file in `tuned.part`, and compares its weights with the model's.
+    """Writes the vision part as `mmproj-<served_name>-<type>.gguf` in `tuned.part`, and compares its weights.
 
     Args:
-        tuned: the model.
-        folder: folder of the merged model in fp32; receives the files of the processor.
-        outtype: type of the language model and the vision part; with q8_0, the vision part is in f16.
+        tuned: the model, of a run with images.
+        folder: folder of the merged model in fp32, whose weights are compared; receives the files of the processor.
+        outtype: type of the language model and the vision part: f16, bf16 or q8_0; with q8_0, the vision part is in
+            f16.
         tools: the folder of `converter`.
 
     Raises:
@@ -176,7 +182,7 @@ def _processor(tuned: TunedModel) -> Any:
 
 
 def compare_pictures(tuned: TunedModel, model: Path, projector: Path) -> tuple[list[LogitComparison], list[str]]:
-    """Compares llama.cpp's answers about drawn pictures with the tuned model's.
+    """Compares llama.cpp's answers about drawn pictures with the tuned model's; needs xllamacpp.
 
     Args:
         tuned: the merged model.
@@ -187,7 +193,7 @@ def compare_pictures(tuned: TunedModel, model: Path, projector: Path) -> tuple[l
         ([comparison], []); or ([], [note]) if llama.cpp and the run count different tokens in a prompt.
 
     Raises:
-        ValueError: the answers differ by more than the limits for `PICTURES`.
+        ValueError: the answers differ by more than the limits for `PICTURES`, or as `in_child`.
     """
     from tpu_kit.data.images.chats import carried, encode
     from tpu_kit.data.images.prompts import png

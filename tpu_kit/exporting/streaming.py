@@ -137,10 +137,10 @@ class StreamedModel:
                 adapted.merged_adapters.clear()
 
     def save(self, folder: Path, dtype: torch.dtype) -> None:
-        """Writes config, generation config, and the weights one at a time (merged if `merging`) in `dtype`.
+        """Writes config, generation config, and the weights one at a time (merged if `merging`) in `dtype` to `folder`.
 
-        Weights go to safetensors files of the original names in `folder`. Names and shapes are transformers' saved
-        ones, such as a tensor per expert; buffers keep their type.
+        Weights go to safetensors files with the names of the model's own files, and an index if there are several.
+        Names and shapes of tensors are transformers' saved ones, such as a tensor per expert. Buffers keep their type.
         """
         causal: Any = models.base_model(self.model)
         causal.config.architectures = [type(causal).__name__]
@@ -200,8 +200,9 @@ def _parameter(tensor: torch.Tensor) -> torch.nn.Parameter:
 def stream(config: ModelConfig, adapter: Path | None = None) -> StreamedModel | None:
     """Opens a base model in fp32, with the trained `adapter` if given, or the whole model if `adapter` holds one.
 
-    May download the base model. Returns None if the model must be loaded: its weights are not in safetensors files, or
-    do not match the model's names; it needs its own code; or the adapter trains embeddings.
+    May download the base model. `adapter` is a local folder; `config.base_dtype` is ignored. Returns None if the model
+    must be loaded: its weights are not in safetensors files, cannot be found, or do not match the model's names; it
+    needs its own code; or the adapter trains embeddings.
 
     Raises:
         ValueError: the adapter is missing, damaged or of another model.

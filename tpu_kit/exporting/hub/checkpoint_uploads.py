@@ -184,11 +184,11 @@ def _no_bars() -> Iterator[None]:
 
 @contextmanager
 def held(checkpoint: Path, run: Path, size: int) -> Iterator[Path]:
-    """Yields a folder with a checkpoint's files, which stay even if the run deletes the checkpoint meanwhile.
+    """Yields a folder with the files of `checkpoint`: hard links in a scratch folder, deleted after the block.
 
-    The files are hard links, or copies if the file system has no hard links, in a scratch folder in the run's folder
-    `run`, deleted afterwards. If the disk has less room than twice `size` (bytes) and 1 GiB, the folder is the
-    checkpoint itself.
+    They stay even if the run deletes the checkpoint meanwhile. If the file system has no hard links, they are copies.
+    The scratch folder is in the run's folder `run`. If the disk has less free space than 2 * `size` bytes and 1 GiB,
+    nothing is made, and the yielded folder is `checkpoint` itself.
     """
     if shutil.disk_usage(run).free < 2 * size + _SPARE:
         yield checkpoint
@@ -210,8 +210,9 @@ def held(checkpoint: Path, run: Path, size: int) -> Iterator[Path]:
 def fetch_checkpoint(config: TrainConfig) -> None:
     """Fetches the checkpoint of `checkpoint.source` into the run's folder if its step is above all checkpoints there.
 
-    Does nothing without a source. All files are from the same commit, and are verified before the checkpoint counts as
-    complete. If the run pushes to the same place, a missing checkpoint is no error: it is printed.
+    Does nothing without a source. It is written to `config.output_path`/checkpoints/step-NNNNNNNN. All files are from
+    the same commit, and are verified before the checkpoint counts as complete. If `hub.model_id` and `hub.revision` are
+    the same place, a missing checkpoint is no error: it is printed.
 
     Raises:
         ValueError: the checkpoint is missing or damaged, the hub cannot be reached, or the folder is not writable.

@@ -23,7 +23,8 @@ def repository_of(config: TrainConfig) -> HubRepository:
 def hub_problems(config: TrainConfig) -> list[str]:
     """Returns the problems that would prevent a push, empty if nothing is pushed; one process calls it before launch.
 
-    It asks the hub about the token and the repository, and changes nothing there.
+    They are the errors of `ExportOptions` and `HubRepository.check` as texts. It asks the hub about the token and the
+    repository, and changes nothing there.
     """
     if config.hub.model_id is None:
         return []
@@ -37,7 +38,7 @@ def hub_problems(config: TrainConfig) -> list[str]:
 
 
 def describe_push(config: TrainConfig) -> str:
-    """Returns a line about the target of the push; empty if nothing is pushed."""
+    """Returns a line with the push's address, visibility and formats; empty if nothing is pushed. It asks nobody."""
     if config.hub.model_id is None:
         return ""
     kind = "private if it is new" if config.hub.private else "public if it is new"
@@ -47,7 +48,7 @@ def describe_push(config: TrainConfig) -> str:
 
 
 def push_result(config: TrainConfig, folder: Path) -> Pushed | None:
-    """Exports the result in `folder` in all of `hub.format`, pushes it as a single commit, and prints the exports.
+    """Exports the run in `folder` in all of `config.hub_formats`, pushes it as a single commit, and prints the exports.
 
     `hub.model_id` must be set. A failure or a stop signal does not end the run: the function prints a warning to
     stderr, with the command that repeats the push, and returns None.
@@ -77,7 +78,7 @@ def _warn(config: TrainConfig, folder: Path, problem: str) -> None:
 
 
 def repeat_command(config: TrainConfig, folder: Path) -> str:
-    """Returns the shell command that exports and pushes the result of a run in `folder`."""
+    """Returns the shell command that exports and pushes the run in `folder`; `hub.model_id` must be set."""
     hub = config.hub
     pairs = [f"format={format}" for format in config.hub_formats] + [f"push={hub.model_id}"]
     pairs += [] if hub.private else ["private=false"]

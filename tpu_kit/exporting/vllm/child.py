@@ -12,10 +12,10 @@ from typing import Any
 
 
 def answers(job: dict[str, Any]) -> dict[str, Any]:
-    """Returns vLLM's "version" and "replies": token ids of "prompt" and reply ("tokens"), and "tops" per reply token.
+    """Returns {"version": vLLM's, "replies": list}; if this vLLM cannot answer, only {"unable": the reason}.
 
-    "tops" maps the likeliest ids to log-probabilities. If this vLLM cannot answer, the only entry is "unable", the
-    reason.
+    A reply is a dict: "prompt" and "tokens" are token ids of prompt and answer; "tops" has a dict for every answer
+    token, from the likeliest ids to their log-probabilities. Answers are greedy.
 
     Args:
         job: "engine" has the arguments of `vllm.LLM`. "prompts" are chats if "chats" is true, else texts. "tokens" is
