@@ -175,7 +175,7 @@ def work(config: TrainConfig, shape: Shape, plan: BatchPlan, mesh: Mesh | None =
         shape: the whole model's shape.
         plan: the batch of a replica, or of a batch shard of the mesh.
         mesh: the devices that share the model; None for replicas.
-        slices: number of slices that the mesh's data axis spans.
+        slices: number of slices that the mesh's data axis spans; ignored without a mesh.
     """
     if mesh is None:
         ring = 2 * 4.0 * trained_count(shape, config) * (plan.num_replicas - 1) / plan.num_replicas
@@ -270,6 +270,7 @@ def predicted_collectives(
     layers once more. Each pass reduce-scatters a trained matrix's gradient in bf16 (in an MLP once per tile) and
     all-reduces it over data, within each slice and then between slices. The embedding's rows are exchanged. The loss
     gathers hidden states over fsdp and reduce-scatters their gradient. The model axis all-reduces (T, H) activations.
+    Axes of size 1 have none. `plan` is the batch of a batch shard.
     """
     passes, tokens = plan.gradient_accumulation, plan.batch_size * config.data.max_length // mesh.context
     shards = mesh.weight_shards
@@ -357,7 +358,7 @@ def link_seconds(collectives: Iterable[Collective], chip: Chip, *, synchronous: 
 
 
 def per_device(shape: Shape, mesh: Mesh) -> Shape:
-    """Returns the shape of one device's products: the model axis divides heads, linear layers and vocabulary."""
+    """Returns the shape of one device's products: the model axis alone divides heads, linear layers, vocabulary."""
     parts = mesh.model
     if parts == 1:
         return shape
@@ -545,9 +546,9 @@ def predict_time(
 def predicted_work(config: TrainConfig, shape: Shape, where: TargetSlice) -> tuple[Work, dict[str, Work]]:
     """Returns the work of an update on one device, and by program the work of a rollout with the widest prompts.
 
-    The programs are "prefill", "samples", "decode" (a block of steps) and "before"; none in a run that does not sample.
-    A decode step reads the weights, all slots of the cache, and the logits several times. On a mesh a device multiplies
-    with its part of the weights, and gathers the products' inputs and the logits.
+    They are "prefill", "samples", "decode" (a block of steps) and, to score samples before updates, "before"; none in a
+    run that does not sample. A decode step reads the weights, all slots of the cache, and the logits several times. On
+    a mesh a device multiplies with its part of the weights, and gathers the products' inputs and the logits.
     """
     plan = update_plan(config, where.replicas)
     update = work(config, shape, plan, where.mesh, where.slices)

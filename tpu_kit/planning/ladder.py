@@ -49,9 +49,10 @@ class Rung(NamedTuple):
     more_passes: bool = False
 
     def changed(self, config: TrainConfig, value: Any, replicas: int) -> TrainConfig:
-        """Returns the run with this value of the parameter; raises ConfigError if the run does not allow it.
+        """Returns a copy of the run with this value of the parameter; raises ConfigError if the run does not allow it.
 
-        With `more_passes`, an update keeps its rows on `replicas` replicas.
+        For optim.batch_size, an update keeps its rows on `replicas` replicas if `more_passes` is set. Otherwise, and in
+        a run that samples, optim.global_batch_size becomes None.
         """
         if self.name != "optim.batch_size":
             return with_value(config, self.name, value)
@@ -62,7 +63,11 @@ class Rung(NamedTuple):
 
 
 def of_same_training(config: TrainConfig, replicas: int, blocks: bool = False) -> Iterator[Rung]:
-    """Yields the first part of the ladder, with which a run can resume; `blocks` adds remat=blocks (`can_block`)."""
+    """Yields the first part of the ladder, with which a run can resume; some rungs may have no values.
+
+    `replicas` are the run's replicas, or the batch's shards on a mesh. If `blocks` is true (`can_block`), the last rung
+    has remat=blocks, else no value.
+    """
     optim = config.optim
     rows = batch_arithmetic(config, replicas).batch_size
     # Growth of the batch rounds the number of passes down, so other passes could change the updates.
@@ -78,7 +83,10 @@ def of_same_training(config: TrainConfig, replicas: int, blocks: bool = False) -
 
 
 def of_another_training(config: TrainConfig, shape: Shape, replicas: int) -> Iterator[Rung]:
-    """Yields the second part of the ladder, which needs a new run."""
+    """Yields the second part of the ladder, whose changes need a new run; some rungs may have no values.
+
+    `replicas` are the run's replicas, or the batch's shards on a mesh; `shape` tells whether int4 is possible.
+    """
     optim, model, lora = config.optim, config.model, config.lora
     if config.free_passes:
         yield from (Rung(*one) for one in smaller(config, replicas))
@@ -114,8 +122,9 @@ def row_splits(config: TrainConfig, replicas: int, most: int) -> list[int]:
 def remats(config: TrainConfig, where: TargetSlice, shape: Shape) -> Sequence[Remat]:
     """Returns the candidates for `optim.remat`, fastest first; "blocks" is only used if no other value fits.
 
-    A given value is the only candidate. For "auto" these are "full" on other devices than TPUs, and "full" and "blocks"
-    on a mesh. "none" is a candidate for adapters on decoders with usual layers, on which the formula was compared.
+    A given value is the only candidate. For "auto" on other devices than TPUs, it is "full". On a mesh, they are "full"
+    and, if `can_block`, "blocks". On replicas they are "none", "outputs", "full" and, if `can_block`, "blocks"; "none"
+    only for adapters on decoders with usual layers, on which the formula was compared.
     """
     optim, lora = config.optim, config.lora
     if optim.remat != "auto":
@@ -135,10 +144,11 @@ def remats(config: TrainConfig, where: TargetSlice, shape: Shape) -> Sequence[Re
 def batches(base: Setting, rows: Count, limit: int) -> Iterator[tuple[int, int | None]]:
     """Yields candidates (rows of a replica in a pass, rows of an update); None: rows x replicas x passes of `config`.
 
-    If the rows of an update are open, rows in a pass are powers of two; otherwise they divide the rows of an update.
+    If the rows of an update are open, rows in a pass are powers of two, the smallest first. Otherwise they divide a
+    replica's rows of an update, the largest first; a run that samples has all numbers.
 
     Args:
-        base: the run on the slice. A batch size in its `sources` is the only candidate.
+        base: the run on the slice. A batch size in its `sources` is the only candidate, even if it does not fit.
         rows: rows of the data; if known, open rows of an update leave at least `LEAST_UPDATES` updates an epoch.
         limit: most rows in a pass. More rows than fit by formula are left out, but 1 is always a candidate.
     """
@@ -163,7 +173,8 @@ def batches(base: Setting, rows: Count, limit: int) -> Iterator[tuple[int, int |
 def same_training(config: TrainConfig, replicas: int, blocks: bool = False) -> Iterator[TrainConfig]:
     """Yields the changed run with every combination of `of_same_training`, the least harmful first, fitting or not.
 
-    `replicas` and `blocks` are as there; the unchanged run is left out.
+    `replicas` and `blocks` are as in `of_same_training`. A combination changes any number of the parameters; the
+    unchanged run is left out.
     """
     rungs = of_same_training(config, replicas, blocks)
     steps = [[(rung, None), *((rung, value) for value in rung.values)] for rung in rungs]
@@ -244,7 +255,10 @@ def told(options: Sequence[MemoryOption]) -> list[str]:
 
 
 def advise(one: Setting) -> Advice:
-    """Finds by formula the largest values that fit and, if the run does not fit, changes that save memory."""
+    """Finds by formula the largest values that fit and, if the run does not fit, changes that save memory.
+
+    Every largest value is for the unchanged run `one`, in which only this parameter varies.
+    """
 
     def most(name: str, limit: int, each: int = 1) -> int:
         def within(number: int) -> bool:
@@ -266,7 +280,10 @@ def advise(one: Setting) -> Advice:
 
 
 def options(one: Setting) -> Iterator[MemoryOption]:
-    """Yields the changes needed until the run fits (all that help if they are too few), each added to those before."""
+    """Yields the changes with which the run fits, the least harmful first; none if it fits unchanged.
+
+    Every change is added to the changes before it. If all changes are too few, it yields all that save memory.
+    """
     replicas, found = one.where.replicas, list[tuple[Rung, Any]]()
 
     def after(taken: Sequence[tuple[Rung, Any]]) -> Setting:

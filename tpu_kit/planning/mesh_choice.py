@@ -34,19 +34,21 @@ def find_places(launch: LaunchConfig, names: Sequence[str]) -> list[TargetSlice]
 def placed(
     config: TrainConfig, shape: Shape, where: TargetSlice, *, one_row: bool = False
 ) -> tuple[TrainConfig, TargetSlice, str]:
-    """Returns the run and the slice with the run's mesh, a chosen mesh or replicas (launch.mesh=None), and the reason.
+    """Returns (run, slice, reason): the run and the slice with a mesh, or with replicas (launch.mesh=None).
 
-    A given mesh is kept; so are replicas if launch.num_replicas is set or the slice has one device. The reason is then
-    empty. Otherwise replicas are chosen if the run fits one device or cannot be sharded, else the mesh with the fewest
-    fsdp devices that holds the run. If no such mesh holds it, it is the mesh with the smallest context axis that does
-    (devices then share the tokens of rows), or fsdp over all devices. On several hosts it is always a mesh, whose data
-    axis spans the slices.
+    A mesh that is given in launch.mesh is kept, and the reason is "". For None and "auto", replicas are kept with the
+    reason "" if launch.num_replicas is set or the slice has one device. Otherwise the function chooses, and gives a
+    reason.
+
+    It chooses replicas on one host if the run fits one device or cannot be sharded. Else it takes the first mesh that
+    holds the run: the fewest fsdp devices come first, then the smallest context axis, whose devices share the tokens of
+    rows. If no mesh holds it, it takes fsdp over a slice's devices. On several slices, the data axis spans them.
 
     Args:
         config: the run.
         shape: the model's shape.
         where: the slice, with a replica on each device.
-        one_row: whether the run fits a device if one row does, as with optim.batch_size=auto.
+        one_row: whether the run counts as fitting a device if one row does, as with optim.batch_size=auto.
 
     Raises:
         ConfigError: as `check_mesh`.
@@ -105,9 +107,9 @@ def _meshes(one: Setting) -> Iterator[Setting]:
 
 
 def check_mesh(config: TrainConfig, devices: int, shape: Shape | None, slices: int = 1) -> Mesh:
-    """Returns the run's mesh on `devices` devices in all of `slices` slices; `shape` is None if it is not known.
+    """Returns the run's mesh on `devices` devices in all of `slices` slices; `launch.mesh` must be set.
 
-    `launch.mesh` must be set.
+    If `shape` is None (not known), the model is not checked.
 
     Raises:
         ConfigError: the mesh does not divide the attention heads or the tokens; the model or the rows do not support
@@ -142,8 +144,9 @@ def largest_models(where: TargetSlice) -> list[dict[str, object]]:
     """Finds by formula the largest shipped model that LoRA r=16 trains on a slice, sharded over all devices, by dtype.
 
     Returns:
-        Rows of a table, without dtypes for which no model fits: "base_dtype", "model", "parameters", "GiB of a device"
-        (text, for one row of 1,024 tokens) and "largest batch_size" (per device, at most 4,096).
+        A row of a table for each dtype (bf16, int8, int4) for which a model fits. The columns are "base_dtype",
+        "model", "parameters", "GiB of a device" (text, for one row of 1,024 tokens) and "largest batch_size" (per
+        device, at most 4,096).
     """
     mesh = Mesh(fsdp=where.replicas)
     on = where.sharded(mesh) if where.replicas > 1 else where

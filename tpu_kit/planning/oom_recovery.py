@@ -41,7 +41,12 @@ class OutOfMemory(LaunchError):
 
 
 def out_of_memory(error: BaseException, outlook: Preflight) -> OutOfMemory | None:
-    """Returns the error to raise in place of an out-of-memory error; None for others, also for lack of a TPU's VMEM."""
+    """Returns the error to raise in place of an out-of-memory error; None for other errors.
+
+    Lack of a TPU's VMEM is another error. If a host of TPUs or GPUs lacks memory, `OutOfMemory.overrides` is empty.
+    Otherwise it has `next_setting`, and resume="auto" if checkpoint.resume is "never" and a checkpoint of this training
+    exists.
+    """
     text = str(error) if isinstance(error, LaunchError) else f"{type(error).__name__}: {error}"
     device, host = _DEVICE.search(text), _HOST.search(text)
     if _KERNEL in text or not (device or host):
@@ -68,7 +73,11 @@ def out_of_memory(error: BaseException, outlook: Preflight) -> OutOfMemory | Non
 
 
 def suggestion(outlook: Preflight) -> str:
-    """Returns a warning, with changes that save memory, for a run predicted not to fit; empty for other runs."""
+    """Returns a warning, with changes that save memory, for a run predicted not to fit; empty for other runs.
+
+    The changes are `next_setting` or, if it has none, changes for a new training. A run whose memory is not known has
+    no warning.
+    """
     if outlook.fits is not False:
         return ""
     overrides, why = next_setting(outlook)

@@ -74,7 +74,11 @@ class Plan(Setting):
     def to_dict(self) -> dict[str, Any]:
         """Returns the object that `plan --json` prints: slice, batch, memory, time, cost and advice as JSON values.
 
-        It adds the compiler's figures if the compiler was asked, and "programs" if the run samples.
+        The keys are "chip", "chips", "replicas", "slice", "mesh", "collectives", "global_batch_size", "fits",
+        "peak_bytes", "limit_bytes", "parts", "source", "batch_size", "gradient_accumulation", "remat", "step_seconds",
+        "tokens_per_second", "run_hours", "cost" ("on_demand" and "spot" in dollars), "updates", "checkpoint_bytes",
+        "checkpoint_interval_seconds", "sessions", "advice" and "inference". If the compiler compiled a step,
+        `_COMPILED` are added; if the run samples, "rollout_seconds" and "programs". Unknown values are None.
         """
         batch, run = self.update, self.run
         values: dict[str, Any] = {
@@ -102,6 +106,8 @@ class Plan(Setting):
 def plan(config: TrainConfig, chips: Sequence[str] = ("v5e",), exact: bool = False) -> list[Plan]:
     """Makes a plan for each slice, also if the run does not fit; leaves out, with a warning, slices with a ConfigError.
 
+    Without optim.max_steps it prepares the data to count the rows. The warning is printed to stderr.
+
     Args:
         config: the run; planned as `grpo` if it sets a parameter of `rl`, as `dpo` if it sets one of `preference`.
         chips: names for `slices.find_slice`, or of services with free slices: kaggle, colab.
@@ -109,7 +115,9 @@ def plan(config: TrainConfig, chips: Sequence[str] = ("v5e",), exact: bool = Fal
 
     Raises:
         ValueError: as `slices.find_slice`, `shape_cache.read_shape`, `memory_estimate.estimate`, `run_limits`,
-            `check_sampling` and `check_objective`; or all slices have a ConfigError, such as an indivisible batch.
+            `check_sampling`, `check_objective` and `placed`; or all slices have a ConfigError, such as an indivisible
+            batch.
+        RuntimeError: as `compile_step`, only if `exact` is true.
     """
     config = as_trained(config)
     if problems := run_limits(config):
@@ -178,13 +186,16 @@ def best_setting(
 
     Args:
         config: the run; a number in optim.batch_size is kept, even the default, and even if it does not fit.
-        where: the slice, or this machine; with unknown speed, the batch size is at most `MOST_UNTIMED_ROWS`.
-        exact: whether the TPU compiler verifies the formula's pick.
+        where: the slice, or this machine; with unknown speed, an open batch size is at most `MOST_UNTIMED_ROWS`.
+        exact: whether the TPU compiler verifies the formula's pick (`verified`); never with unknown speed.
         rows: the rows of the data, if they were counted; `auto` leaves at least `LEAST_UPDATES` updates.
-        asks: without `exact`, returns the seconds that the compiler has to verify the pick; 0 does not ask it.
+        asks: without `exact`, is called with the formula's pick, and returns the seconds that the compiler has to
+            verify it; 0 does not ask it.
 
     Raises:
-        ValueError: as `plan`; or not even one row fits with optim.batch_size=auto, with changes that help.
+        ValueError: as `read_shape`, `candidates` and, with `exact`, `verified`; or not even one row fits with
+            optim.batch_size=auto, with changes that help.
+        RuntimeError: as `verified`, only with `exact`.
     """
     config = replace(config, sources=dict(config.sources) | {"optim.batch_size": "code"})
     settings = candidates(config, read_shape(config.model), where, rows or Count(None))
@@ -206,8 +217,12 @@ def best_setting(
 def candidates(config: TrainConfig, shape: Shape, where: TargetSlice, rows: Count) -> list[Setting]:
     """Returns the settings for a slice, by formula, the fastest first; with unknown speed, the most rows first.
 
+    They are all values of `batches` for all values of `remats`, fitting or not; "blocks" is added only if no other
+    setting fits.
+
     Raises:
-        ValueError: the rows of an update cannot be split over the replicas, or a pass has too many tokens.
+        ValueError: the rows of an update cannot be split over the replicas, a pass has too many tokens, or as
+            `estimate`.
     """
     found, known = list[Setting](), where.chip.bf16_flops is not None
     for remat in remats(config, where, shape):
@@ -242,7 +257,11 @@ def _wait(one: Setting, longer: float, rows: Count, asked: str) -> float:
 
 
 def fastest(settings: Sequence[Setting]) -> Setting:
-    """Picks the fastest of `candidates` that fits (`TIE`; at unknown speed, the most rows), else the least memory."""
+    """Picks a setting of `candidates`, which are sorted: the fastest that fits; if none fits, the least memory.
+
+    Among settings that are equally fast (`TIE`) it takes the fewest passes, then the most rows of an update, then the
+    least memory. At unknown speed it takes the most rows that fit.
+    """
     fitting = [one for one in settings if one.fits]
     if not fitting:
         return min(settings, key=lambda one: one.peak_bytes)

@@ -82,7 +82,11 @@ class Preflight:
         return model_flops(self.config, self.setting.shape) if self.setting else None
 
     def duration(self, updates: int) -> str:
-        """Describes the duration of `updates` updates and its source: on CPUs a lower bound, else it may be unknown."""
+        """Describes the duration of `updates` updates and its source, without compiling, evaluation and checkpoints.
+
+        If `time` is known, it is an estimate. On a CPU it is a lower bound, by a measurement of a tenth of a second.
+        Otherwise, and on a CPU if the run samples, the text says that it is not known.
+        """
         besides = "without compiling, evaluation and checkpoints"
         if self.time is not None:
             how = "estimated, not measured" if self.time.measured is None else "as measured on this machine"
@@ -150,6 +154,7 @@ def check_before_launch(
         ConfigError: as `check_mesh`. The batch cannot be split over the replicas, or the rows do not fill it; rows have
             no equal tiles; or the attention scores, or a rollout's KV cache, alone exceed the memory.
         ValueError: as `detection.detect` and `placed`; or `optim.batch_size=auto` cannot be chosen.
+        RuntimeError: as `compile_step`, only with `exact`.
     """
     backend = backend or detect(config.launch, at)
     room = device_memory_budget(config, at, backend=backend)
@@ -200,7 +205,7 @@ def settle(
     config: TrainConfig, room: TargetSlice, exact: bool, count: int | None, began: Mapping[str, Any],
     asks: Callable[[Setting], float] = lambda best: 0.0,
 ) -> tuple[TrainConfig, Setting | None, list[str]]:  # fmt: skip
-    """Chooses values for `optim.batch_size` and `optim.remat` if they are "auto".
+    """Chooses values for `optim.batch_size` and `optim.remat` if they are "auto"; raises as `best_setting`.
 
     A resumed run keeps the rows of an update, and the rows of a pass if they still divide the update. `began` has its
     "batch_size" and "global_batch_size"; it is empty for a new run. On other devices than TPUs, remat stays open.

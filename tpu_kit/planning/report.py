@@ -28,7 +28,9 @@ _FACTORS = ("batch_size", "replicas", "gradient_accumulation")
 def plan_row(one: Plan) -> dict[str, object]:
     """Returns a row of the table of slices by column: whether the run fits, memory, settings, time and cost.
 
-    Time and cost are "-" if the run does not fit, or if they are not known.
+    The columns are "slice", "chips" (a number), "fits" ("yes" or "no"), "GiB of a device", "rows x replicas x passes",
+    "remat", "s/step", "tokens/s", "hours", "cost" and "by". Time and cost are "-" if the run does not fit, or if they
+    are not known.
     """
     values = one.to_dict()
     fitting = values if one.fits else dict.fromkeys(("step_seconds", "tokens_per_second", "run_hours"))
@@ -59,12 +61,15 @@ def _cost(one: Plan) -> str:
 
 
 def format_plans(config: TrainConfig, plans: Sequence[Plan], given: Sequence[str] = (), details: bool = False) -> str:
-    """Formats the plans: the verdict, the command to train with, and a table of the slices.
+    """Formats the plans: the verdict on the plan that `pick` returns, and a table of the slices.
+
+    If that plan fits, the command to train with is added, otherwise the changes that save memory.
 
     Args:
         config: the run.
         plans: the plan of each slice.
-        given: the file and the settings of the command line, which the printed command repeats.
+        given: the file and the settings of the command line, which the printed command repeats; the plan's batch_size,
+            remat and mesh replace settings of these names.
         details: whether to add memory, settings, time and advice for each slice.
     """
     best = pick(plans)
@@ -226,7 +231,10 @@ def _blocks(one: Plan) -> list[str]:
 
 
 def rollout_lines(one: Plan) -> list[str]:
-    """Returns lines for a run that samples: a device's memory by program, and the time of a rollout and an update."""
+    """Returns lines for a run that samples: a device's memory by program, and the time of a rollout and an update.
+
+    The plan of another run raises AssertionError.
+    """
     replicas = 1 if one.where.mesh else one.where.replicas
     rollout = rollout_of(one.config, replicas)
     assert rollout is not None, "a run that samples"
@@ -270,7 +278,8 @@ def tensor_rows(one: Plan, least: int = 0) -> list[dict[str, object]]:
 def collective_rows(one: Plan) -> list[dict[str, object]]:
     """Returns a table of a step's collectives on the mesh, a row per kind; empty without a mesh.
 
-    The columns are "collective", "count", "GiB sent a device", "synchronous" (its share) and "s predicted".
+    The columns are "collective", "count" (a number), "GiB sent a device", "synchronous" (its share of the bytes) and "s
+    predicted".
     """
     return [
         {"collective": each.kind, "count": each.count, "GiB sent a device": f"{each.moved / GIB:.3f}",
@@ -293,7 +302,11 @@ def mesh_lines(one: Plan) -> list[str]:
 
 
 def limits(one: Plan) -> list[str]:
-    """Returns lines: changes if the run does not fit, then the largest settings to train and generate without them."""
+    """Returns lines: changes that save memory, only if the run does not fit; then two lines on the unchanged run.
+
+    They tell the largest batch_size, max_length and rank with which it fits, varied one at a time; and the memory and
+    the longest context of generation.
+    """
     lines, advice, config = [] if one.fits else _changes(one), one.advice, one.config
     rank = "" if advice.largest_rank is None else f", the largest rank {advice.largest_rank}"
     kept = f"batch_size={one.update.batch_size}, max_length={config.data.max_length}, r={config.lora.r}, "
@@ -337,7 +350,10 @@ def pick(plans: Sequence[Plan]) -> Plan:
 
 
 def why(plans: Sequence[Plan]) -> str:
-    """Explains the plan that `pick` returns, with its limits."""
+    """Explains the plan that `pick` returns: memory, hours and cost, the fastest plan if it is another, and `limits`.
+
+    If no plan fits, the text names the nearest slice, and has only its `limits`.
+    """
     best = pick(plans)
     run = best.run
     if not best.fits:

@@ -57,8 +57,8 @@ class Count:
 def count_rows(config: TrainConfig) -> Count:
     """Counts the packed training rows of an epoch, or the prompts of a run that samples, by preparing the data.
 
-    Without a tokenizer it estimates packed rows. The count is None, with the reason, if the data is not on this
-    machine, has more than `MOST_BYTES`, or is refused.
+    If the tokenizer is not on this machine, packed rows are estimated, and `reason` says so. The count is None, with
+    the reason, if the data is not on this machine, has more than `MOST_BYTES`, or is refused.
     """
     if config.data.source == "synthetic":
         from tpu_kit.data.rows.sources import synthetic_rows
@@ -85,8 +85,9 @@ def count_rows(config: TrainConfig) -> Count:
 def filled_batch(config: TrainConfig, replicas: int, rows: int | None) -> tuple[TrainConfig, list[str]]:
     """Lowers the default optim.batch_size if `rows` packed rows do not fill an update; returns the run and notes.
 
-    Without `rows`, or if the run samples, nothing changes. Raises ConfigError if the batch was set or rows < replicas.
-    `replicas` counts the batch's shards on a mesh.
+    Nothing changes if the rows fill an update, `rows` is None, or the run samples; the notes are then empty, else one
+    text. Raises ConfigError if the rows do not fill an update, and the user set the batch or its passes, or rows <
+    replicas. `replicas` counts the batch's shards on a mesh.
     """
     batch = batch_arithmetic(config, replicas)
     if rows is None or config.free_passes or rows >= batch.global_batch_size:
@@ -102,7 +103,7 @@ def filled_batch(config: TrainConfig, replicas: int, rows: int | None) -> tuple[
 
 
 def count_updates(config: TrainConfig, replicas: int, rows: Count) -> Count:
-    """Counts the updates of a run with a numeric batch size: `optim.max_steps`, or by `rows`.
+    """Counts the updates of a run with a numeric batch size: `optim.max_steps`, or by `rows` if it is not set.
 
     The count is None, with the reason, if the rows are too few or not known. `replicas` counts the batch's shards on a
     mesh.
@@ -219,11 +220,13 @@ def time_plan(
 ) -> TimePlan:  # fmt: skip
     """Plans time and cost of `updates` (None: not known) of `step_seconds` on `chips` chips in all slices.
 
-    A `service` such as "Kaggle" gives them away; with "" they are paid for. `sessions` lists `service`, or with "" all
-    services, if `FREE_SLICES` has `slice_name` for it. Each start compiles for `compiling` seconds, which count only on
-    spot. The interval between checkpoints, sqrt(2 x checkpoint time x mean time between failures), is from J. W. Young,
-    "A first order approximation to the optimum checkpoint interval", CACM 17(9), 1974. With an interval t and a mean
-    time M between failures, the share (checkpoint time) / t is spent on saving, and failures lose the share t / (2 M).
+    If `service` is a name such as "Kaggle", it gives the chips away, so there is no cost; with "" they are paid for.
+    `sessions` has only services that `FREE_SLICES` lists with `slice_name`: `service`, or with "" all. Each start
+    compiles for `compiling` seconds, which count only in the spot price.
+
+    The interval between checkpoints, sqrt(2 x checkpoint time x mean time between failures), is from J. W. Young, "A
+    first order approximation to the optimum checkpoint interval", CACM 17(9), 1974. With an interval t and a mean time
+    M between failures, the share (checkpoint time) / t is spent on saving, and failures lose the share t / (2 M).
     """
     save = SAVE_SECONDS + checkpoint_bytes / SAVE_BYTES_PER_SECOND
     failures = SPOT_HOURS_BETWEEN_INTERRUPTIONS * 3600
@@ -241,7 +244,10 @@ def time_plan(
 
 
 def compile_seconds(config: TrainConfig, shape: Shape, passes: int) -> float:
-    """Estimates the seconds to compile a step with `passes` passes, or the programs of a run that samples."""
+    """Estimates the seconds to compile a step with `passes` passes, or the programs of a run that samples.
+
+    The programs do not depend on `passes`. The estimate is for two CPU cores.
+    """
     looped = config.optim.remat != "none" and config.optim.scan_layers != "off"
     layers = shape.program_layers if looped else shape.layers
     if config.free_passes:  # all passes of an update run the same program

@@ -80,7 +80,11 @@ class Setting:
 
     @cached_property
     def parts(self) -> dict[str, int]:
-        """Bytes at the peak by name: `Memory.parts` or, by the compiler, arguments, temporaries, code and others."""
+        """Bytes of a device at the peak by name: `Memory.parts`, or figures of the compiler for the `largest` program.
+
+        By the compiler, they are "arguments", "temporaries", "code" (of all programs) and "unaliased_outputs", and the
+        buffers beside the program by their own names.
+        """
         if not self.compiled:
             return dict(self.memory.parts)
         most = self.compiled[self.largest]

@@ -191,14 +191,15 @@ def compile_step(
         effort: "full" for exact figures; "low" is about 6 times faster, and its temporaries differ by 1.5 to 8 %,
             mostly downwards.
         progress: whether to print each phase with its time to stderr.
-        cache_dir: folder of the results; ~/.cache/tpu_kit/compiled by default.
-        time_limit: seconds after which the compiling process is killed.
-        part: the "step"; "accumulate" or "apply" for an update of two programs; or a program of generation.
-        sizes: keyword arguments of `trace.trace_generation` for a program of generation.
+        cache_dir: folder of the results; None: ~/.cache/tpu_kit/compiled.
+        time_limit: seconds after which the compiling process is killed; None: no limit.
+        part: the "step"; "accumulate" or "apply" for an update of two programs; or a program of generation: "prefill",
+            "samples" or "decode".
+        sizes: keyword arguments of `trace.trace_generation` for a program of generation; None for the others.
 
     Raises:
         CompilerUnavailable: libtpu or a package that drives it is missing or has an unknown version.
-        ConfigError: the run is for torch_tpu, which cannot train it.
+        ConfigError: the run is for torch_tpu, with settings that torch_tpu does not support (`run_limits`).
         ValueError: the chip or topology is unknown; the slice has too few devices; there is no config.json; or the
             model, the adapters or the batch cannot be traced.
         RuntimeError: the compiling process died; a `CompileTimeout` if it exceeded the time limit.
@@ -229,7 +230,8 @@ def compile_programs(
 ) -> dict[str, Compiled]:
     """Compiles every program of a run with `compile_step`; returns the results by program name.
 
-    The only program is "step" or, in a run that samples, the rollout's programs, "accumulate" and "apply".
+    A program that does not fit is no error. A run that samples has "prefill", "samples" (if a prompt has several),
+    "decode", "accumulate" and "apply". Other runs have only "step".
 
     Args:
         config: the run.
@@ -257,7 +259,7 @@ def check_available(device_type: str = "tpu") -> str:
     """Checks the TPU compiler of TorchTPU for "torch-tpu", of torch_xla for other types; returns libtpu's version.
 
     Raises:
-        CompilerUnavailable: the compiler cannot be used here.
+        CompilerUnavailable: a package is missing, or libtpu has a version that the kit does not know.
     """
     if tracer(device_type) == "torch_tpu":
         if problem := compiler_problem():
@@ -317,7 +319,10 @@ def _in_child(request: dict[str, Any], progress: bool, time_limit: float | None)
 
 
 def main() -> None:
-    """Compiles the request on stdin, in the child; writes `result.json` to its "folder", and the phases to stdout."""
+    """Compiles the request on stdin, a line of JSON, and ends the process, which `compile_step` started.
+
+    Writes `result.json`, {"error": text} for a ValueError, to the request's "folder", and the phases to stdout.
+    """
     from tpu_kit.xla.traced_program import refusing
 
     request = json.loads(sys.stdin.readline())

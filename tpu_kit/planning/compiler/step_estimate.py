@@ -61,7 +61,7 @@ class Sizes(NamedTuple):
 
 
 def estimated_seconds(module: Module, instructions: list[Cost], sizes: Sizes, chip: Chip) -> dict[str, float]:
-    """Estimates the time of a step by kind of work.
+    """Estimates the time of a step by kind of work, without collectives.
 
     Args:
         module: the compiled program.
@@ -102,7 +102,10 @@ def estimated_seconds(module: Module, instructions: list[Cost], sizes: Sizes, ch
 
 
 def instruction_seconds(one: Cost, chip: Chip) -> float:
-    """Returns the seconds of one run of an instruction; 0 for collectives and asynchronous copies."""
+    """Returns the seconds of one run of an instruction, by its cycles or else by FLOPs and bytes.
+
+    It is 0 for collectives, and for asynchronous copies without cycles. The chip's clock and speed must be known.
+    """
     assert chip.clock is not None and chip.bf16_flops is not None  # known for every chip that can be compiled for
     if one.kind == "collective" or _is_beside(one):
         return 0.0

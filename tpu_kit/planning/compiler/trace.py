@@ -98,7 +98,10 @@ def _mesh_of(config: TrainConfig, num_devices: int) -> Iterator[tuple[int, int]]
 
 
 def prepared(config: TrainConfig, replica: Runtime) -> tuple[PreTrainedModel, TrainState, Objective]:
-    """Builds model, state and objective as training does, on "meta"; raises ValueError as `empty_model`."""
+    """Builds (model, state, objective) as training does, on "meta", for the runtime `replica`, with adapters.
+
+    Raises ValueError as `empty_model`, or if the adapters do not fit the model.
+    """
     with torch.device("meta"):
         model = trainable.adapt(empty_model(config), config.lora, config.model.base_dtype).train()
         objective = objective_of(config)
@@ -121,16 +124,17 @@ def trace_generation(
 ) -> Program:
     """Traces a program of generation with sampling, for one device or for a mesh of `num_devices`.
 
-    If the run samples, the model is in training; otherwise it is as loaded for generation.
+    If the run samples, the model is in training, and its training state is an input, too. Otherwise it is as loaded for
+    generation.
 
     Args:
         config: the run.
         num_devices: devices of the mesh; ignored without a mesh.
         part: "prefill", "samples", which copies a prompt's cache for its samples, or "decode" for `BLOCK` steps.
-        rows: rows of the batch, padding included.
+        rows: rows of the device or the whole mesh, padding included; in "samples", the prompts.
         width: tokens of a padded prompt.
         slots: length of the KV cache in tokens.
-        samples: copies of a prompt's cache in "samples".
+        samples: copies of a prompt's cache in "samples"; other programs ignore it.
 
     Raises:
         ValueError: as `trace_step`.
@@ -193,7 +197,8 @@ class _TracedReplica(TpuRuntime):
 def fill(model: torch.nn.Module, state: TrainState | None = None) -> dict[str, torch.Tensor]:
     """Replaces all tensors of a model and a state in place by placeholders on the XLA device, returned by name.
 
-    A tensor that occurs twice (a tied weight, a parameter that the state also holds) stays a single tensor.
+    A name is a tensor's path in the model or the state, such as "moments.NAME.KIND". A tensor that occurs twice (a tied
+    weight, a parameter that the state also holds) stays a single tensor, and has its first name.
     """
     made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}  # keeps the old tensor, so that its id is not reused
     inputs: dict[str, torch.Tensor] = {}

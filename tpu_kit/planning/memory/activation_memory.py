@@ -53,7 +53,10 @@ VECTOR_MEMORY = 80 * 2**20
 
 
 def objective_beside(config: TrainConfig) -> Objective | None:
-    """Returns the objective, which states its cost; None for the plain loss, so that a plan need not load torch."""
+    """Returns the objective, which states its cost; None for the plain loss, so that a plan need not load torch.
+
+    Raises ValueError as `objective_of`.
+    """
     if config.plain_loss:
         return None
     from tpu_kit.training.objectives import objective_of

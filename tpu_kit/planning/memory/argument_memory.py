@@ -204,7 +204,10 @@ def trained_count(shape: Shape, config: TrainConfig) -> int:
 
 
 def frozen_bytes(model: ModelConfig, config: TrainConfig, mesh: Mesh | None) -> int:
-    """Returns the padded bytes of another model's frozen weights, in its base_dtype, on a device of the run."""
+    """Returns the padded bytes of another model's frozen weights, in its base_dtype, on a device of the run `config`.
+
+    With a mesh they are a device's shards, without it (None) all weights. Raises ValueError as `shape_of`.
+    """
     shape = shape_of(model)
     tensors = model_tensors(shape, replace(config, model=model, lora=LoraConfig()))
     stored = [one for one in tensors if not one.trained]
