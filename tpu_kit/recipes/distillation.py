@@ -37,7 +37,7 @@ def derive_student(model: ModelConfig, folder: str | Path, layers: int) -> Path:
     """Writes a student, in bf16 with its tokenizer, to a folder: the model with `layers` evenly spaced layers.
 
     They span the first to the last layer (a single layer: the first), as in DistilBERT (Sanh et al., arXiv:1910.01108).
-    It replaces the folder and returns its path. Train the student with `lora.r=0`.
+    An existing folder is replaced. Returns the folder's path. Train the student with `lora.r=0`.
 
     Raises:
         ValueError: `layers` is not between 1 and the model's layers - 1; or as `load_base`.

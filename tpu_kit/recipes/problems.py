@@ -42,7 +42,10 @@ def caught(check: Callable[..., object], *given: Any) -> list[ValueError]:
 
 
 def tell(problems: Iterable[ValueError]) -> None:
-    """Raises all problems as one ValueError: a single problem unchanged, ConfigError if all are; nothing for none."""
+    """Raises all problems as one ValueError; nothing for none. Problems with the same text count once.
+
+    A single problem is raised unchanged. Several ConfigErrors become one ConfigError, other problems a ValueError.
+    """
     found = list({str(problem): problem for problem in problems}.values())
     if len(found) == 1:
         raise found[0]
@@ -55,7 +58,11 @@ def tell(problems: Iterable[ValueError]) -> None:
 
 
 def of_machine(config: TrainConfig, hosts: Hosts) -> list[ValueError]:
-    """Checks trackers, verifier, own formats, the hub (on host 0 only, by network) and settings of several hosts."""
+    """Returns the problems of a run that need neither model nor data; empty if there are none.
+
+    It checks the trackers, the verifier and the user's row formats. On host 0 it also asks the hub about the push
+    (`hub_problems`). With several hosts, distill.files and checkpoint.source are problems.
+    """
     found = [*caught(check_tracking, config), *caught(verifier_named, config.tracking.verifier)]
     found += [error for one in config.data.by_source for error in caught(own_function, one.format)]
     if hosts.count > 1 and config.distill.files:
@@ -70,7 +77,11 @@ def of_machine(config: TrainConfig, hosts: Hosts) -> list[ValueError]:
 
 
 def of_model(plan: RunPlan, objective: Objective | None) -> list[ValueError]:
-    """Checks the objective, TorchTPU's layers, the initial adapter, and the checkpoint's parameters and weights."""
+    """Returns the problems of a plan after `with_model`, whose objective is None if it cannot be made; empty if none.
+
+    It checks the checkpoint's parameters and weights (`of_resuming`), the objective, and the initial adapter
+    lora.adapter. If checkpoint and objective have no problem, it checks TorchTPU's layers, too.
+    """
     found = [*of_resuming(plan), *caught(check_objective, plan.config, objective)]
     found += [] if found else caught(check_layers, plan.config, plan.backend.device_type)
     if plan.config.lora.adapter and objective is not None:
@@ -92,7 +103,7 @@ def of_batch(plan: RunPlan) -> list[ValueError]:
 
 
 def of_resuming(plan: RunPlan) -> list[ValueError]:
-    """Checks that the run may resume from its checkpoint, by the facts that the plan has so far; [] for a new run."""
+    """Returns [error] if the run may not resume from its checkpoint, by the facts that the plan has so far; else []."""
     if (point := plan.resume_point) is None:
         return []
     total = plan.config.optim.max_steps if plan.updates is None else plan.updates

@@ -54,14 +54,15 @@ def fine_tune(
     tracking.eval_generate_rows; for a mix, eval_loss/NAME and eval_accuracy/NAME per source; and eval_step, their step.
 
     Args:
-        config: the configuration of the plan.
+        config: the run; with a `plan`, the plan's configuration replaces it.
         plan: the plan of the launching process; None plans here, without the checks of `train`.
-        data: the data that this process prepared; None prepares it here.
+        data: the data that the launching process prepared; None prepares it here.
         reward_funcs: rewards for reinforcement learning, in place of `rl.reward_funcs`.
 
     Raises:
         Outdated: another checkpoint than planned is the newest.
-        ValueError: the plan is for other devices, the run may not resume, or training diverges.
+        ValueError: the plan is for other devices, the run may not resume, or training diverges. Or the hosts do not
+            start with the same weights and checkpoint.
     """
     with trainer(config, plan, data, reward_funcs) as (loop, agreement):
         status = loop.run(agreement)
@@ -79,10 +80,11 @@ def trainer(
     data: MappedData | None = None,
     reward_funcs: Sequence[Any] | None = None,
 ) -> Iterator[tuple[Trainer, PreemptionGuard]]:
-    """Loads the run in one replica; yields the ready loop and its preemption guard.
+    """Loads the run in one replica; yields (loop, guard): the ready training loop and its preemption guard.
 
-    Arguments and errors are as in `fine_tune`. On rank 0 it sets damaged checkpoints aside, writes config.yaml and
-    prints data and model; see `_confirm` and `_begin`.
+    Arguments and errors are as in `fine_tune`. Rank 0 first sets damaged checkpoints aside; with resume=never, it moves
+    all checkpoints to `<place>.previous`. Later it moves results of an earlier training aside, writes config.yaml and
+    prints data and model.
     """
     rt = runtime.current()
     given = plan or _planned_here(config, rt)
@@ -129,7 +131,10 @@ def trainer(
 
 
 def read(plan: RunPlan, objective: Objective, data: MappedData | None) -> tuple[torch.nn.Module, Prepared]:
-    """Returns the model on the CPU, with its objective and initial adapter, and `data` as read, or prepared if None."""
+    """Returns (model, prepared): the model on the CPU, with its objective and initial adapter, and the run's data.
+
+    The data is read from `data` or, if that is None, prepared here.
+    """
     config = plan.config
     model = models.load_model(config.model, config.lora, config.optim.seed, plan.settings)
     objective.attach(model, lambda one: load_frozen(plan.pinned(one)))

@@ -31,9 +31,11 @@ SHOWN_REPORT = "TPU_KIT_SHOWN_REPORT"
 
 
 def prepare_run(config: TrainConfig, model: PreTrainedConfig | None = None) -> Prepared:
-    """Prepares the data of a run for its model's tokenizer; raises ValueError as `prepare` and if they do not fit.
+    """Prepares the data of a run for its model's tokenizer and, with LoRA, finds its new tokens.
 
-    The vocabulary and data.max_length must fit the model. `model` is the model's configuration; None reads it.
+    `model` is the model's configuration; None reads it. Prompts on which the initial adapter lora.adapter was trained
+    are not held out. Raises ValueError as `prepare`, or if the tokenizer has more tokens than the model, or
+    data.max_length is more than its positions.
     """
     model = model or read_config(config.model)
     start = Questions.read(find_run(config.lora.adapter).folder) if config.lora.adapter else None
@@ -64,7 +66,10 @@ def prepare_run(config: TrainConfig, model: PreTrainedConfig | None = None) -> P
 
 
 def with_tokens(config: TrainConfig, prepared: Prepared) -> TrainConfig:
-    """Replaces lora.tokens=added by the rows' new tokens, ValueError if there are none; other runs stay unchanged."""
+    """Returns the run with lora.tokens=added replaced by the rows' new tokens; other runs are returned unchanged.
+
+    Raises ValueError if lora.tokens is added and `prepared.new_tokens` is empty.
+    """
     if not config.lora.finds_tokens:
         return config
     if not prepared.new_tokens:
@@ -77,7 +82,10 @@ def with_tokens(config: TrainConfig, prepared: Prepared) -> TrainConfig:
 
 @contextlib.contextmanager
 def for_replicas(plan: RunPlan, prepared: Prepared) -> Iterator[MappedData]:
-    """Yields the data on disk until the block ends; for a stream, a process then prepares shards ahead of training."""
+    """Yields the data on disk, which stays until the block ends.
+
+    For a stream, a process then prepares shards ahead of training, from the place of the plan's checkpoint, if any.
+    """
     with contextlib.ExitStack() as stack:
         if prepared.stream is not None:
             from tpu_kit.data.stream.feeder import feeding
@@ -100,7 +108,10 @@ TEMPLATES = {
 
 
 def data_report(prepared: Prepared, plan: BatchPlan, total: int, config: TrainConfig) -> str:
-    """Returns lines on the rows and batches of a run of `total` updates, with warnings about too few updates."""
+    """Returns a text with lines on the rows and batches of a run of `total` updates, and warnings about few updates.
+
+    Warnings are for fewer than `LEAST_UPDATES` updates, and for more warmup steps than updates.
+    """
     warmup, rl = config.optim.warmup_steps, config.rl
     long = f"warning          optim.warmup_steps={warmup} is more than the {total:,} updates; lower it or raise epochs"
     turns = TEMPLATES.get(prepared.encoder.layout.turns_by, []) if prepared.encoder else []

@@ -89,7 +89,11 @@ class RunPlan:
         return read_columns(self.config, self.teacher_files) if self.teacher_files else {}
 
     def facts(self) -> dict[str, Any]:
-        """Returns the facts that must be equal on all hosts, as JSON values by the names that an error prints."""
+        """Returns the facts that must be equal on all hosts, as JSON values by the names that an error prints.
+
+        The names are "KIND weights of NAME" for the model, the teacher and the initial adapter, "batch", "data (hash)",
+        "files of data.source", "device", "checkpoint" and "updates". Unknown values are None.
+        """
         config, point, names = self.config, self.resume_point, {NAME: self.config.model.name}
         names |= {TEACHER: str(config.distill.teacher), START: str(config.lora.adapter)}
         weights = {NAME: None, **self.record.identities}
@@ -141,7 +145,12 @@ class RunPlan:
         return max(0, (self.updates or 0) - (self.resume_point.step if self.resume_point else 0))
 
     def to_dict(self) -> dict[str, Any]:
-        """Returns the object that `train --dry-run --json` prints: JSON values of the plan, None for unknown values."""
+        """Returns the object that `train --dry-run --json` prints: JSON values of the plan, None for unknown values.
+
+        The keys are "device_type", "hosts", "replicas_of_a_host", "mesh", "output_dir", "resumed_from", "model",
+        "weights", "objective", "rows", "data" (hash), "batch", "updates", "updates_left", "memory", "step_seconds",
+        "notes", "versions" and "config".
+        """
         config, point, outlook = self.config, self.resume_point, self.outlook
         one = outlook.setting if outlook else None
         time = outlook.time if outlook else None
@@ -180,11 +189,12 @@ def plan_run(
             refused, newly saved rows are removed.
         exact: whether, on a TPU, its compiler checks that the batch fits.
         reward_funcs: the rewards of `grpo` to check, in place of `rl.reward_funcs`.
-        backend: the result of `find_machine`, checked; None finds it.
-        today: the date of a new run; None: today on this machine.
+        backend: the result of `find_machine`, whose problems and `problems.of_machine` were checked; None checks here.
+        today: the date of a new run, as YYYY-MM-DD; None: today on this machine.
 
     Raises:
         ValueError: the text has all problems of the first part of the planning that finds any.
+        RuntimeError: as `check_before_launch`, only with `exact`.
     """
     if backend is None:
         backend, wrong = find_machine(config)
@@ -224,9 +234,9 @@ def find_machine(config: TrainConfig, hosts: Hosts = ONE) -> tuple[Backend | Non
 
 
 def resumed(plan: RunPlan, today: str) -> RunPlan:
-    """Adds the checkpoint to resume from, if any, and settings that it keeps; else the date `today` if none is set.
+    """Adds the checkpoint to resume from, and the settings that it keeps; to a new run only data.date.
 
-    Raises ValueError as `find_resume_point`.
+    The date is `today` (YYYY-MM-DD), unless data.date is set. Raises ValueError as `find_resume_point`.
     """
     config, point = plan.config, find_resume_point(plan.config)
     if point is not None:
@@ -260,9 +270,10 @@ def with_model(plan: RunPlan) -> tuple[RunPlan, Objective | None]:
 
 
 def with_data(plan: RunPlan, prepared: Prepared) -> RunPlan:
-    """Adds the hashes of the data, the number of rows, the teacher's files, and data.images_per_row and new tokens.
+    """Adds the hashes of the data, the number of rows (None for a stream) and the teacher's files.
 
-    Raises ValueError as `with_tokens`.
+    In the configuration, it sets data.images_per_row for rows with images, and lora.tokens as `with_tokens`, which may
+    raise ValueError.
     """
     config, tasks = with_tokens(plan.config, prepared), prepared.tasks
     if prepared.images_per_row:
@@ -281,7 +292,7 @@ def with_memory(plan: RunPlan, exact: bool = False) -> RunPlan:
     `exact` is whether, on a TPU, its compiler verifies batch size and remat.
 
     Raises:
-        ValueError: as `check_before_launch`.
+        ValueError, RuntimeError: as `check_before_launch`.
     """
     point, began = plan.resume_point, None
     if point is not None:

@@ -46,7 +46,8 @@ def configured(config: TrainConfig) -> TrainConfig:
 def dry_run(config: TrainConfig, *, exact: bool = False) -> RunPlan:
     """Plans a run like `train`, and launches nothing; on several hosts, it plans for this host.
 
-    Arguments are as in `train`. Checkpoints in a notebook's input are copied to the working folder, like there.
+    Arguments are as in `train`. Checkpoints in a notebook's input are copied to the working folder, like there;
+    checkpoint.source is not fetched. A plan that may not fit the memory is returned, too.
 
     Raises:
         ValueError: the configuration, the data or the machine do not allow the run.

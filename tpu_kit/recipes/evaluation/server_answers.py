@@ -47,18 +47,19 @@ class Server(NamedTuple):
 def evaluate_server(config: TrainConfig, prepared: Prepared, server: Server, plain: bool = False) -> Evaluation:
     """Judges a server's greedy answers to the held-out rows; the result has no perplexity.
 
-    Chats use the server's chat template. Plain text is sent as token ids, which the server continues.
+    Chats use the server's chat template. Plain text is sent as token ids, which the server continues. The API key, if
+    any, is read from the environment variable `KEY`.
 
     Args:
         config: the run; `tracking.generate_rows` limits the rows (0: all), `tracking.generate_tokens` the length of an
             answer, and `tracking.verifier` names the judge.
         prepared: the data.
         server: the server and the name of its model.
-        plain: whether chats are also sent as plain text.
+        plain: whether chats are also sent as token ids, with the run's own template.
 
     Raises:
         ValueError: there are no held-out rows; model.images is set; the verifier does not exist; or the server cannot
-            be reached, has no such model, or refuses a row.
+            be reached, needs a key, has no such model, or refuses a row.
     """
     if not prepared.eval_rows:
         raise ValueError(
