@@ -77,8 +77,9 @@ class Plan(Setting):
         The keys are "chip", "chips", "replicas", "slice", "mesh", "collectives", "global_batch_size", "fits",
         "peak_bytes", "limit_bytes", "parts", "source", "batch_size", "gradient_accumulation", "remat", "step_seconds",
         "tokens_per_second", "run_hours", "cost" ("on_demand" and "spot" in dollars), "updates", "checkpoint_bytes",
-        "checkpoint_interval_seconds", "sessions", "advice" and "inference". If the compiler compiled a step,
-        `_COMPILED` are added; if the run samples, "rollout_seconds" and "programs". Unknown values are None.
+        "checkpoint_interval_seconds", "sessions", "advice" and "inference". If the compiler compiled a step, figures of
+        `Compiled` are added by its names, such as "flops". If the run samples, "rollout_seconds" and "programs" are
+        added. Unknown values are None.
         """
         batch, run = self.update, self.run
         values: dict[str, Any] = {

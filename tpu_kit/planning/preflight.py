@@ -144,7 +144,8 @@ def check_before_launch(
 
     Args:
         config: the run.
-        exact: whether the TPU compiler verifies batch size and remat, without a time limit; otherwise `_Asks` decides.
+        exact: True: the TPU compiler verifies batch size and remat, without a time limit. False: it is asked for at
+            most `ASKED_SECONDS`, and only for a new run on one TPU host that the formula does not decide.
         at: the machine; None: this machine.
         rows: packed rows of the training data, or prompts of a run that samples; None if they are not known yet.
         backend: the result of `detect`, with the hosts; None detects it.

@@ -77,10 +77,11 @@ def of_machine(config: TrainConfig, hosts: Hosts) -> list[ValueError]:
 
 
 def of_model(plan: RunPlan, objective: Objective | None) -> list[ValueError]:
-    """Returns the problems of a plan after `with_model`, whose objective is None if it cannot be made; empty if none.
+    """Returns the problems of a plan after `with_model`; an empty list if there are none.
 
     It checks the checkpoint's parameters and weights (`of_resuming`), the objective, and the initial adapter
-    lora.adapter. If checkpoint and objective have no problem, it checks TorchTPU's layers, too.
+    lora.adapter. If checkpoint and objective have no problem, it checks TorchTPU's layers, too. `objective` is the
+    result of `with_model`; if it is None, the list has the reason.
     """
     found = [*of_resuming(plan), *caught(check_objective, plan.config, objective)]
     found += [] if found else caught(check_layers, plan.config, plan.backend.device_type)

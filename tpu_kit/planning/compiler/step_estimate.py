@@ -70,7 +70,10 @@ def estimated_seconds(module: Module, instructions: list[Cost], sizes: Sizes, ch
         chip: the program's target.
 
     Returns:
-        Seconds of a step by kind (see `_kind`, and "copies that are waited for"), the largest first.
+        Seconds of a step by kind, the largest first; kinds without instructions are left out. The kinds are "attention
+        kernel", "other kernels", "embedding", "loss", "adapters", "base products", "optimizer", "rope, layouts of
+        attention", "slices and stacks", "MLP, elementwise", "norms, residuals, casts", "other" and "copies that are
+        waited for".
     """
     spent: dict[str, float] = defaultdict(float)
     known = {(one.computation, one.op.name): one for one in instructions}
