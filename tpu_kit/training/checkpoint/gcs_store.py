@@ -65,6 +65,9 @@ class BucketStore(FolderStore):
     def writing(self) -> Iterator[None]:
         """Makes this process the owner in the context, takes over from another machine's owner, and removes leftovers.
 
+        If the former owner has not released the store, prints a note on stderr; its next commit raises ValueError. The
+        end of the context releases the store. Leftovers are the folders in `Contents.left`.
+
         Raises:
             ValueError: another process of this user on this machine writes there.
             OSError: the store or this machine's temporary folder cannot be written to.
@@ -89,7 +92,8 @@ class BucketStore(FolderStore):
     def set_aside(self, folder: str) -> str:
         """Renames a checkpoint's manifest to *.corrupt so that it no longer counts; returns FOLDER/NAME of that file.
 
-        The other files stay. For a lost manifest the new file is empty. Raises as `discard`.
+        `folder` is a name, as `Checkpoint.folder`. Its other files stay. For a lost manifest the new file is empty.
+        Raises OSError, and ValueError if another process has become the owner.
         """
         manifest = f"{folder}/{MANIFEST}"
         self._update(drop=[folder])
@@ -100,7 +104,7 @@ class BucketStore(FolderStore):
     def restart(self) -> None:
         """Moves all objects but owner objects to the URL with the suffix `.previous`, which loses its old objects.
 
-        Does nothing if there are none. Raises as `discard`.
+        Does nothing if there are none. Raises OSError, and ValueError if another process has become the owner.
         """
         listing = self.files.list()
         if names := [name for name in listing if not owner_numbers([name])]:

@@ -77,10 +77,13 @@ class Attempt:
     broken: Callable[[], bool]  # whether this host's own part could not be written
 
     def receipts(self, read: Callable[[], Mapping[str, bytes]]) -> dict[str, dict[str, Any]]:
-        """Waits for all receipts. `read` is called again and again; it returns the receipts so far, by file name.
+        """Waits until all hosts have written their receipts, and returns the content of the receipts.
+
+        Args:
+            read: returns the receipts so far: file name, such as "training-3.json" -> bytes. It is called repeatedly.
 
         Returns:
-            {"bytes": size, "md5": digest} by name of the part's file: training-3.safetensors for training-3.json.
+            Name of a part's file, such as "training-3.safetensors" -> {"bytes": size, "md5": digest}.
 
         Raises:
             OSError: this host's part could not be written, or a receipt is missing after `PATIENCE`.

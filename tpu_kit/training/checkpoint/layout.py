@@ -66,9 +66,10 @@ class Contents:
 def sort_out(listing: Iterable[str], owner: Owner, here: str = "") -> Contents:
     """Sorts the names in a checkpoints folder into `Contents`.
 
-    Without an owner object, all folders with a manifest, or with files and a checkpoint's name, count. With it, an
-    attempt made here or where the object was made counts if the object lists it, even if its files are lost; folders
-    from elsewhere count until the owner drops them.
+    Folders named *.part are `left`, and checkpoints that were set aside are `aside`. Other folders are `counted` if
+    they have a manifest, or files and a checkpoint's name. An owner object restricts this: attempts made here, or where
+    the object was made, count only if the object lists them. Folders from elsewhere count until the object drops them.
+    The folders that therefore do not count are `left`. Listed folders count even if their files are lost.
 
     Args:
         listing: the names of all files, relative to the folder.
@@ -110,7 +111,8 @@ def _deeper(inside: Iterable[str]) -> list[str]:
 def describe(name: str, inside: Iterable[str]) -> str:
     """Says why `name` is no checkpoint, as in "is an archive: unpack it", or "is no checkpoint of this tpu_kit".
 
-    `inside` is {""} for a file, and for a folder the paths in it.
+    Other texts are for a folder with a manifest in a subfolder, and for a checkpoint of transformers' Trainer. `inside`
+    is {""} for a file, and for a folder the paths in it.
     """
     inside = set(inside)
     if deeper := _deeper(inside):
@@ -128,7 +130,9 @@ def describe(name: str, inside: Iterable[str]) -> str:
 def lies_around(run: LocalFolder | ObjectFolder) -> list[str]:
     """Returns a sentence for every trace of a run in `run`, an output_dir without checkpoints; empty if there are none.
 
-    Traces are archives and checkpoints of transformers' Trainer, a checkpoint or run in a wrong place, and an adapter.
+    Traces are checkpoints of transformers' Trainer, archives named "checkpoint..." or "step-...", and checkpoints that
+    are not in the folder checkpoints. Two kinds of folders are traces, too: adapter, if it is not empty, and a folder
+    with its own folder checkpoints, because it is a run. The sentences are in the order of the names.
     """
     names, found = run.names(), []
     for name in sorted(names):
@@ -155,7 +159,7 @@ def owner_numbers(names: Iterable[str]) -> list[int]:
 
 
 def read_owner(files: LocalFolder | ObjectFolder) -> tuple[Listing, int, Owner]:
-    """Returns the listing of all files, and the newest owner object's number and content, or -1 and {}."""
+    """Returns `files.list()`, the newest owner object's number, and its content; -1 and {} if there is no object."""
     while True:
         listing = files.list()
         number = max(owner_numbers(listing), default=-1)

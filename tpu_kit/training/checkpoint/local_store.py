@@ -69,8 +69,10 @@ class FolderStore:
     def list_checkpoints(self, verify: bool = False) -> tuple[list[Checkpoint], list[Rejected]]:
         """Returns the complete checkpoints by ascending step, and the damaged checkpoints.
 
-        The writer may change files meanwhile, so two scans must agree on damage. With `verify` it also reads the files
-        whose MD5 is not listed, as on a disk. Raises ValueError for a checkpoint of another format, and OSError.
+        It compares the files' sizes, and the MD5s that an object store lists. With `verify` it also reads the files
+        without a listed MD5, on a disk all files. Both lists are empty if the folder is missing. The writer may change
+        files meanwhile, so two scans must agree on damage. Raises ValueError for a checkpoint of another format, and
+        OSError.
         """
         damaged: list[Rejected] = []
         while True:
@@ -111,7 +113,8 @@ class FolderStore:
     def writing(self) -> Iterator[None]:
         """Makes this process the writer in the context; makes the folder, and removes killed processes' leftovers.
 
-        Without file locks it removes nothing and prints a warning.
+        A replaced checkpoint whose successor is missing gets its name back. Without file locks it changes no folder,
+        and prints a warning on stderr.
 
         Raises:
             ValueError: another process writes there.
@@ -156,7 +159,8 @@ class FolderStore:
     def set_aside(self, folder: str) -> str:
         """Renames a checkpoint's folder to *.corrupt, so that it no longer counts; returns the new name.
 
-        If the files of the folder are lost, it only returns the name. Raises OSError.
+        `folder` is a name, as `Checkpoint.folder`. If FOLDER.corrupt exists, the new name is FOLDER.NUMBER.corrupt. If
+        the folder does not exist, it only returns the name. Raises OSError.
         """
         aside = self.folder / f"{folder}{CORRUPT}"
         if aside.exists():
@@ -166,7 +170,7 @@ class FolderStore:
         return aside.name
 
     def restart(self) -> None:
-        """Moves all but .lock and lost+found to `previous`, which loses its old content; does nothing if empty."""
+        """Moves all but .lock and lost+found to `previous`, whose old content is deleted; does nothing if empty."""
         previous = self.previous
         entries = [path for path in self.folder.iterdir() if path.name not in (".lock", previous.name, "lost+found")]
         if entries:

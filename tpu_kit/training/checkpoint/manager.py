@@ -90,7 +90,8 @@ class CheckpointManager(BackgroundWriter):
         """Verifies the checkpoints from the largest step down; returns the first that is not damaged.
 
         If there is one, damaged checkpoints of any step are renamed to *.corrupt, reported on stderr, and added to
-        `rejected`; of smaller steps only sizes and listed MD5s are compared. Returns None if the folder is empty.
+        `rejected`. Checkpoints of smaller steps are compared only by sizes and listed MD5s. Other files are reported on
+        stderr, and stay. Returns None if the folder is empty or missing.
 
         Raises:
             ValueError: a checkpoint has a format that this tpu_kit does not read; or there is no good checkpoint, but
@@ -157,7 +158,7 @@ class CheckpointManager(BackgroundWriter):
 
         Raises:
             OSError: the previous checkpoint could not be written, or there is too little space.
-            ValueError: another process has become the writer.
+            ValueError: another process had become the writer when the previous checkpoint was written.
         """
         self.wait()
         written = {f"{name}.json": json.dumps(content) for name, content in documents.items()}
@@ -211,7 +212,8 @@ class CheckpointManager(BackgroundWriter):
     def make_room(self, step: int, needed: int) -> None:
         """Deletes old checkpoints until a disk has `needed` bytes free; not the newest, the best and `keep_every`'s.
 
-        First waits for the previous checkpoint. An object store needs no room. `step` is for messages.
+        First waits for the previous checkpoint. Warns of every deletion on stderr. If the space would not suffice, it
+        deletes nothing. An object store needs no room. `step` is for messages.
 
         Raises:
             OSError: the previous checkpoint could not be written, or there is not enough space.
@@ -301,7 +303,8 @@ def list_checkpoints(place: Path | str, *, verify: bool = False) -> tuple[list[C
 def remains(place: Path | str, damaged: Sequence[Rejected] | None = None) -> list[str]:
     """Returns sentences about a checkpoints folder without a complete checkpoint; empty if a run may begin there.
 
-    Examples are part of a copy, checkpoints that were set aside, or a checkpoint of another tool.
+    They are, in this order, about damaged checkpoints, about checkpoints that were set aside, and about other files,
+    such as part of a copy or a checkpoint of another tool; see `layout.describe`.
 
     Args:
         place: as in `list_checkpoints`.
@@ -335,7 +338,9 @@ def print_checkpoints(run: str, verify: bool = False, as_json: bool = False) -> 
     Args:
         run: the run's output_dir, or the checkpoints folder there; a folder or a URL.
         verify: whether to read files whose MD5 is not listed, as on a disk; otherwise their sizes are compared.
-        as_json: whether to print a JSON object with "complete", "damaged" and "others" in place of a table.
+        as_json: whether to print a JSON object in place of a table. It has "complete" (list with step, created,
+            metrics, files, best, path, bytes and age_seconds), "damaged" (list with path and reason), and "others"
+            (name -> description).
 
     Returns:
         The exit code: 0, also without checkpoints; 1 if a checkpoint is damaged or of another format, or the place

@@ -63,7 +63,10 @@ class Checkpoint:
         return sum(size for size, _ in self.files.values())
 
     def check(self, listing: Mapping[str, tuple[int, str]]) -> None:
-        """Raises DamagedError for the first file that is missing or has another size or known MD5 in `source.list`."""
+        """Raises DamagedError for the first file that `listing` lacks, or that has another size or MD5 there.
+
+        `listing` is from `source.list`; an empty MD5 in it is not compared.
+        """
         for name, (size, digest) in self.files.items():
             if f"{self.folder}/{name}" not in listing:
                 raise DamagedError(f"{self._place(name)} is missing")
@@ -190,7 +193,7 @@ def best_of(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
 def read_checkpoint(source: LocalFolder | ObjectFolder, folder: str, text: bytes | None) -> Checkpoint:
     """Makes the checkpoint in the folder `folder` of `source` from its manifest's text, without a look at its files.
 
-    Raises DamagedError if `text` is None, and the errors of `unseal`.
+    Raises DamagedError if `text` is None, because the manifest is missing, and the errors of `unseal`.
     """
     place = source.place(f"{folder}/{MANIFEST}")
     if text is None:
