@@ -47,7 +47,8 @@ class DistillationObjective(Objective):
     def check(self) -> None:
         """Raises ValueError unless the teacher has the model's tokenizer and enough positions for `data.max_length`.
 
-        Both models must also have the layers of distill.layers and, with distill.files, at least `top_k` logits.
+        It also raises ValueError if the teacher's tokenizer cannot be read, or has more tokens than the teacher has
+        embeddings. A model must have its layers of distill.layers and, with distill.files, at least `top_k` logits.
         """
         config = self._config
         teacher, name = config.teacher, f"distill.teacher={config.distill.teacher}"
@@ -86,8 +87,9 @@ class DistillationObjective(Objective):
     def attach(self, model: torch.nn.Module, load: Callable[[ModelConfig], Any]) -> None:
         """Sets `model.teacher` to the frozen model that `load` returns, and makes both models keep the compared states.
 
-        If hidden sizes differ, also sets `model.objective` to fp32 projections of compared states. Does nothing with
-        distill.files.
+        `load` gets the teacher's configuration. If hidden sizes differ, also sets `model.objective` to fp32 projections
+        of compared states to the teacher's size, if any states are compared. Does nothing with distill.files. Raises
+        ValueError as `trainable.freeze`.
         """
         if self._distill.files:
             return

@@ -153,8 +153,8 @@ def shift_labels(labels: torch.Tensor, segment_ids: torch.Tensor | None = None) 
 def rows_in_chunks(chunk: int, tensors: Tensors) -> tuple[Tensors, int]:
     """Reorders tokens so that every chunk of the loss, of `chunk` tokens per device, has tokens of all batch shards.
 
-    Returns (B, S, ...) tensors as (S / c, B * c, ...), with c tokens of a row in a chunk, and the chunk size B * c. On
-    one device both are unchanged.
+    Returns the tensors and the chunk size. On one device both are the arguments. On a mesh, (B, S, ...) tensors become
+    (S / c, B * c, ...), and the chunk size is B * c. A chunk has c tokens of every row; c divides S.
     """
     mesh = active_mesh()
     if mesh.size == 1:
@@ -219,7 +219,7 @@ def token_logprobs(
     Args:
         hidden: (B, S, H).
         head: the output layer.
-        labels: (B, S), already shifted.
+        labels: (B, S), already shifted; `IGNORE` without a label.
         chunk: number of tokens whose logits exist at once.
 
     Returns:
@@ -255,8 +255,9 @@ def head_outputs(
 ) -> torch.Tensor:
     """Computes the linear layer's outputs for a chunk, (chunk, V), in the dtype of `hidden`, (chunk, H).
 
-    They are hidden @ weight.T + bias + hidden @ down.T @ up.T; see `OutputHead`. On a mesh a device has the logits of
-    all tokens of its data group, for its part of the vocabulary. The last parts may be shorter.
+    They are hidden @ weight.T + bias + hidden @ down.T @ up.T, without scale and soft cap. The other tensors, as in
+    `OutputHead`, must have the dtype of `hidden`. On a mesh a device has the logits of all tokens of its data group,
+    for its part of the vocabulary. The last parts may be shorter.
     """
     hidden = constrain(hidden, ("data", None))
     outputs = F.linear(hidden, _in_parts(weight), bias)

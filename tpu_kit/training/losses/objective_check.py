@@ -40,10 +40,11 @@ def check_objective(config: TrainConfig, objective: Objective | None = None) -> 
         objective: the run's objective; None makes it, and raises the errors of `objective_of`.
 
     Raises:
-        ValueError: the teacher does not fit; the user's loss fails, reads the device, changes its operations, or does
-            not return `Sums`; or held-out rows would be answered without its head. Or the model or the teacher has an
-            objective's head.
-        ConfigError: parameters of sampling, rewards or pairs have no effect in this run.
+        ValueError: the folder in model.name or distill.teacher has a `StatesHead`. `Objective.check` fails, as for a
+            teacher that does not fit. The user's loss fails, calls the model itself, reads tensors, differs between two
+            calls, or does not return scalar `Sums` with a gradient. Or the user's loss attaches a `StatesHead`, and
+            tracking.eval_generate_rows is not 0.
+        ConfigError: from `check_sampling` and `check_pairs`.
     """
     for parameter, name in (("model.name", config.model.name), ("distill.teacher", config.distill.teacher)):
         if name is not None and (head := find_head(Path(name))):
@@ -60,7 +61,7 @@ def check_objective(config: TrainConfig, objective: Objective | None = None) -> 
 
 
 def check_pairs(config: TrainConfig) -> None:
-    """Raises ConfigError if parameters of `preference` are set in a run without pairs of replies."""
+    """Raises ConfigError if a run without optim.objective=preference changes defaults of `preference`."""
     known = PreferenceConfig()
     if not config.on_pairs and config.preference != known:
         changed = [
@@ -168,7 +169,10 @@ class _Operations(TorchDispatchMode):
 
 
 def check_layers(config: TrainConfig, device_type: str) -> None:
-    """Raises ValueError if `device_type` is "torch-tpu" and TorchTPU cannot train the model's layers."""
+    """Raises ValueError if `device_type` is "torch-tpu" and TorchTPU cannot train the model's layers.
+
+    The errors are from `prepare_layers` and `check_dropouts`. Other device types are not checked.
+    """
     from tpu_kit.model.meta_model import empty_model  # loads torch's compiler, which takes a second
     from tpu_kit.model.preparation import prepare_layers
     from tpu_kit.training.step import check_dropouts

@@ -58,8 +58,8 @@ class PairUpdates(Updates):
     def begin(self, step: int, agreement: PreemptionGuard) -> bool:
         """Computes the reference of a new run with reference=start; returns False if the run has to stop.
 
-        All replicas must call it. The model is then in eval mode. Just returns True if `step` is not 0, or with another
-        reference.
+        All replicas must call it. It sets `PairColumns.reference` of the training and held-out pairs, and leaves the
+        model in eval mode. Just returns True if `step` is not 0, with another reference, or if no loss compares.
         """
         if step or not self.keeps_state:
             return True
@@ -108,8 +108,8 @@ class PairUpdates(Updates):
     def after(self, step: int, agreement: PreemptionGuard) -> Iterator[tuple[Update, int, list[Tensors]]]:
         """Yields every update after a step, its tokens on all replicas, and this replica's batches, as `Updates.after`.
 
-        For kto, sets the batches' "kl" to the divergence over the update before its passes; if the run has to stop, it
-        yields the update without batches and ends.
+        For kto, before every update all replicas estimate the divergence from the reference over its rows, and set "kl"
+        in its batches. If the run has to stop, kto yields the update without batches and ends.
         """
         for update, tokens, batches in super().after(step, agreement):
             if self._config.preference.labelled:
@@ -145,7 +145,9 @@ class PairUpdates(Updates):
     def evaluated(self, step: int) -> None:
         """Writes, on rank 0, the first held-out pair to pair.json, with the gain of every token since the start.
 
-        All replicas must call it. Does nothing for kto, without reference=start or without held-out rows.
+        The file has "step", "prompt", "chosen" and "rejected"; a reply has "reward", "tokens" (texts) and "gained", in
+        nats by token. A file that cannot be written is skipped. All replicas must call it. Does nothing for kto,
+        without reference=start or without held-out rows.
         """
         rows, rt = self._prepared.eval, self._rt
         if rows is None or self._first is None or self._config.preference.labelled:

@@ -165,8 +165,9 @@ def pack(
 ) -> PackedDataset | None:
     """Packs prompts and completions into rows of `data.max_length` tokens, with the columns of the objective.
 
-    With `rl.drops_flat_groups`, completions that change no weight are left out, and their part of the divisor is
-    spread over the others. Returns None if no completion is left. With distill.on_policy there are no such columns.
+    With `rl.drops_flat_groups`, completions with advantage 0 or without loss are left out, and their part of the
+    divisor is spread over the others. Returns None if no completion is left. The column old_logps is not set. With
+    distill.on_policy there are no columns of the objective, and advantages do not matter.
 
     Without `share_prompts` every completion is a document that begins with its own prompt. With it, the completions of
     a prompt in a row follow one copy of the prompt. A completion is then a document that begins with the prompt's last

@@ -210,8 +210,8 @@ class PreferenceObjective(Objective):
     def means(self, sums: Mapping[str, float], weight: float) -> dict[str, float]:
         """Returns the means that logs show, by name, from the `extra` sums of updates and `weight`, the pairs' number.
 
-        Means over no pairs are NaN. For labelled replies, chosen is a mean over good and rejected over bad replies; a
-        kind without replies is left out, and then also the margin.
+        Means over no pairs are NaN. For labelled replies `weight` is the number of replies; chosen is a mean over good
+        replies, and rejected a mean over bad replies. A kind without replies is left out, and then also the margin.
         """
         if not self._preference.labelled:
             return super().means(sums, weight)
@@ -229,8 +229,9 @@ class PreferenceObjective(Objective):
         """Computes the log-probabilities of both replies without a gradient.
 
         Returns:
-            (3, B, S): the chosen reply's sum and the rejected reply's sum, both at the last position of their pair,
-            and the log-probability of every single token, at the position that predicts it.
+            (3, B, S) on the device: the chosen reply's sum, the rejected reply's sum, and the log-probability of every
+            single token, at the position that predicts it. The sums are at the last position of their pair, and weight
+            tokens with |sign| of the batch. For labelled replies, the second is the mismatched reply's sum.
         """
         with torch.no_grad():
             labels = shift_labels(batch["labels"], batch["segment_ids"])

@@ -106,8 +106,9 @@ def judge(rollout: Rollout, tasks: Tasks, data: DataConfig, by: Judge, total_ste
     """Returns the rollout with the judgement of this replica's completions by `by`, and the seconds that it took.
 
     Without completions it does not call the judge. If the judge raises ValueError, its text is in `failure` and all
-    rewards are NaN, because the other replicas wait in `exchange`; after it all end the run. `data` has the reasoning
-    tags, by which an answer may begin in its prompt. `total_steps`, the updates of the run, is for the judge.
+    rewards are NaN, because the other replicas wait in `exchange`; after `exchange` all replicas end the run. A judged
+    text begins with the part of the answer that is in the prompt; see `opened`, which takes `data`. `total_steps`, the
+    number of updates of the run, is for the judge.
 
     Raises:
         CallEnded: `stop` became true.
@@ -131,7 +132,10 @@ def judge(rollout: Rollout, tasks: Tasks, data: DataConfig, by: Judge, total_ste
 
 
 def exchange(rollout: Rollout, rt: Runtime) -> Rollout:
-    """Gives every replica the completions and judgements of all, and the first failure; all replicas must call it."""
+    """Returns the rollout with all replicas' completions and judgements, and the first failure; all must call it.
+
+    Completions are sorted by key. The seconds stay this replica's.
+    """
     mine = {
         "keys": [*rollout.completions], "completions": [asdict(one) for one in rollout.completions.values()],
         "judgement": asdict(rollout.judgement), "failure": rollout.failure,
@@ -179,7 +183,10 @@ def advantages(rollout: Rollout, scale: Literal["group", "batch", "none"]) -> Ro
 
 
 def documents(rollout: Rollout, tasks: Tasks, mask_truncated: bool) -> list[Sampled]:
-    """Returns all completions, in order, to train on; with `mask_truncated`, completions cut off do not learn."""
+    """Returns all completions, in order, to train on; with `mask_truncated`, completions cut off do not learn.
+
+    `rollout` must have `advantages`. `Sampled.row` is the number in `tasks.numbers`.
+    """
     assert rollout.advantages is not None, "of `advantages`"
     found = []
     for (place, _), reply, advantage in zip(
@@ -195,7 +202,10 @@ def documents(rollout: Rollout, tasks: Tasks, mask_truncated: bool) -> list[Samp
 def measured(rollout: Rollout) -> dict[str, float]:
     """Returns the metrics of an exchanged rollout for the log, by name, without metrics that are NaN.
 
-    They are rewards (not with a teacher as judge), lengths, the truncated share, and this replica's seconds.
+    They are completions/mean_length, completions/max_length, completions/truncated (a share), rollout_seconds and
+    rollout_tokens_per_second (all tokens over this replica's seconds). Without a teacher as judge also rewards/NAME,
+    reward, reward_std, frac_reward_zero_std (flat groups), frac_all_wrong (flat groups without a reward above 0),
+    completions/not_judged and reward_seconds.
     """
     names, judgement = [*rollout.judgement.parts], rollout.judgement
     columns = [torch.tensor(judgement.parts[name], dtype=torch.float32) for name in names]

@@ -26,7 +26,11 @@ _SAMPLING = (
 
 
 def check_sampling(config: TrainConfig) -> None:
-    """Raises ConfigError if parameters or formats of sampling or rewards are set in a run that does not use them."""
+    """Raises ConfigError if parameters or formats of sampling or rewards are set in a run that does not use them.
+
+    With optim.objective=policy it raises nothing. With distill.on_policy only the parameters of `rl` for sampling may
+    differ from their defaults, otherwise none. data.format=prompt is for these two kinds of runs.
+    """
     if config.optim.objective == "policy":
         return
     known, instead = RlConfig(), "here; train with grpo, or remove it"
@@ -80,7 +84,10 @@ class Rollout:
 
 
 def rollout_of(config: TrainConfig, replicas: int) -> Rollout | None:
-    """Returns the rollout of a replica with the longest allowed prompts; None for a run that does not sample."""
+    """Returns the rollout of a replica with the longest allowed prompts; None for a run that does not sample.
+
+    `replicas` share the prompts, rounded up; on a mesh it is 1.
+    """
     if not config.on_policy:
         return None
     from tpu_kit.generation.decoder import BLOCK, cache_slots, widths_to  # loads torch
@@ -99,6 +106,7 @@ def update_plan(config: TrainConfig, replicas: int) -> BatchPlan:
     """Returns the batch arithmetic of a run; if it samples, for the longest prompts and completions.
 
     The tokens of such an update are the completions' tokens. A row may share prompts, see `policy_gradient.pack`.
+    Raises ConfigError as `batch_arithmetic`.
     """
     plan = batch_arithmetic(config, replicas)
     if not config.on_policy:
@@ -121,7 +129,8 @@ def update_plan(config: TrainConfig, replicas: int) -> BatchPlan:
 def program_count(config: TrainConfig, replicas: int) -> dict[str, int]:
     """Returns how many programs a run that samples compiles at most, by kind.
 
-    The kinds are prefill, samples, decode, accumulate, apply, and "log-probabilities before".
+    The kinds are prefill, samples (copies of the KV cache), decode, accumulate, apply, and "log-probabilities before".
+    A count may be 0. `config` must be of a run that samples.
     """
     rollout = rollout_of(config, replicas)
     assert rollout is not None
@@ -139,9 +148,11 @@ def whole_prompts(config: TrainConfig, replicas: int) -> int:
 
 
 def smaller(config: TrainConfig, replicas: int) -> list[tuple[str, Sequence[int], str]]:
-    """Returns (name, lower values, effect) of the parameters that reduce a rollout's memory.
+    """Returns (name, lower values, effect) of the two parameters that reduce a rollout's memory.
 
-    They are rl.steps_per_generation and rl.prompts_per_update. The values are in falling order; [] if there are none.
+    The first is rl.steps_per_generation, with [1], or [] if it is 1. The second is rl.prompts_per_update, with lower
+    multiples of `whole_prompts`, then all lower values below `whole_prompts`. The values are in falling order, and
+    `effect` is a text such as "fewer prompts an update".
     """
     rl, whole = config.rl, whole_prompts(config, replicas)
     prompts = [n for n in range(rl.prompts_per_update - 1, 0, -1) if n % whole == 0 or n < whole]
@@ -152,7 +163,10 @@ def smaller(config: TrainConfig, replicas: int) -> list[tuple[str, Sequence[int]
 
 
 def warnings_of(config: TrainConfig, replicas: int) -> list[str]:
-    """Returns warnings about shapes of a rollout that waste a TPU's time; empty for a run that does not sample."""
+    """Returns a list with a warning if a rollout wastes a TPU's time; empty if not, or for a run that does not sample.
+
+    It warns if a replica's completions in a rollout are no multiple of `WHOLE_ROWS`.
+    """
     if not config.on_policy:
         return []
     rl, count = config.rl, config.num_generations
@@ -170,12 +184,12 @@ def warnings_of(config: TrainConfig, replicas: int) -> list[str]:
 def check_rollouts(at: Machine, config: TrainConfig, tpu_replicas: int | None) -> Iterator[Check]:
     """Yields one check of a run that samples, with the result "failure", "warning" or "ok".
 
-    It fails for several hosts or unusable rewards, and warns if the number of rows wastes a TPU's time.
+    It fails for several hosts, if `find_hosts` or `Rewards` raises ValueError, and warns as `warnings_of`.
 
     Args:
         at: the machine.
         config: the run; yields nothing for a run that does not sample.
-        tpu_replicas: number of replicas on TPUs; None on other devices.
+        tpu_replicas: number of replicas on TPUs; None on other devices, for no warning.
     """
     from tpu_kit.distributed.hosts import find_hosts
     from tpu_kit.generation.evaluation.rewards import Rewards

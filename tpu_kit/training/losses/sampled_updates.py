@@ -56,7 +56,8 @@ _UNJUDGED = 10  # consecutive rollouts without any reward after which the run en
 def updates_of(prompts: int, config: TrainConfig) -> Iterator[Update]:
     """Yields the updates of a run that samples from `prompts` prompts; raises ValueError if they are too few.
 
-    `first_row` and `rows` of an update are the prompts of its whole rollout.
+    It needs `rl.prompts_per_rollout` prompts. `first_row` and `rows` of an update are the prompts of its whole rollout,
+    and are equal for all updates that learn from it.
     """
     rl, optim, each = config.rl, config.optim, config.rl.updates_per_rollout
     if prompts < rl.prompts_per_rollout:
@@ -84,7 +85,8 @@ def check_rollouts(
 ) -> None:
     """Raises ValueError if a run's rewards do not exist or cannot judge its rows, or the run has several hosts.
 
-    `reward_funcs` are in place of rl.reward_funcs, if given. With distill.on_policy only the hosts are checked.
+    The rewards' errors are from `Rewards` and `Rewards.check`, which takes `rows`, the training rows. `reward_funcs`
+    are in place of rl.reward_funcs, if given. With distill.on_policy only the hosts are checked.
     """
     name = "distill.on_policy" if config.distill.on_policy else "grpo"
     if hosts.count > 1:
@@ -106,7 +108,9 @@ def source_of_updates(
 ) -> Iterator[Updates]:
     """Yields the batch source of a run of `total` updates: packed rows, a stream, pairs, or rollouts.
 
-    The end of the context closes the rewards; `reward_funcs` are in place of rl.reward_funcs, if given.
+    It is `PairUpdates` for dpo, `Rollouts` for a run that samples, `StreamUpdates` with data.streaming, else `Updates`.
+    The end of the context closes the rewards; `reward_funcs` are in place of rl.reward_funcs, if given. Raises
+    ValueError as `Rewards`.
     """
     if config.on_pairs:
         yield PairUpdates(config, prepared, plan, rt, model, objective)
@@ -179,7 +183,10 @@ class Rollouts(Updates):
         """Yields every update after a step, its tokens on all replicas, and this replica's batches, as `Updates.after`.
 
         Makes a rollout before the rollout's first update. If that update may not run, abandons the rollout, yields the
-        update without batches, and ends. Raises NextUpdateError as `_refuse`.
+        update without batches, and ends. An update whose completions are all left out by `pack` has no batches, too.
+
+        Raises:
+            NextUpdateError: a judge has failed; or no completion of the first rollout, or of ten in a row, was judged.
         """
         for update in islice(self.all(), step, None):
             if (update.step - 1) % self._rl.updates_per_rollout == 0:
@@ -204,8 +211,9 @@ class Rollouts(Updates):
         return {name: sum(values) / len(values) for name, values in means.items()}
 
     def warnings(self, means: Mapping[str, float], step: int) -> list[str]:
-        """Returns texts, every kind once: rewards teach nothing, all completions are cut off, the sampler differs.
+        """Returns new warnings about a log's means by name, every kind once in a run.
 
+        The kinds: nothing was judged; every group has equal rewards; all completions are cut off; the sampler differs.
         With several updates per rollout, sampler and trainer differ after the first, so that is not a warning.
         """
         found, gap = {}, means.get("sampler_gap", 0.0)
@@ -246,7 +254,8 @@ class Rollouts(Updates):
     def document(self, step: int) -> dict[str, Any]:
         """Returns the JSON state after a step: "metrics" that were not logged, by step.
 
-        For a rollout with updates left, also its completions, "sampled", and their "old_logps".
+        For a rollout with updates left, also its completions, "sampled" (fields of `Sampled`), and "old_logps": for
+        every part of the rollout log-probabilities by packed row and position, [] if the loss needs none.
         """
         metrics = {str(number): values for number, values in self._metrics.items() if number <= step}
         if step % self._rl.updates_per_rollout == 0:

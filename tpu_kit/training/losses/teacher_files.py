@@ -93,7 +93,8 @@ class TeacherFiles:
     def columns(self) -> dict[str, Callable[[np.ndarray], torch.Tensor]]:
         """Returns readers of "top_ids" (S * k numbers per row) and "top_log_p" (S * (k + 1)).
 
-        A reader takes numbers of packed rows and returns a tensor with these rows; the number -1 gives a row of 0.
+        A reader takes numbers of packed rows and returns a CPU tensor with these rows, int32 or fp32; the number -1
+        gives a row of 0. It reads the files, which must exist. A token's last number in "top_log_p" is for all others.
         """
         opened = cache(partial(safe_open, framework="pt"))
         places = {int(row): (path, index) for path, rows in self.blocks.items() for index, row in enumerate(rows)}
@@ -119,8 +120,10 @@ def read_columns(config: TrainConfig, files: TeacherFiles) -> dict[str, Callable
 def prepare_files(config: TrainConfig, prepared: Prepared, files: TeacherFiles, teacher: ModelConfig) -> None:
     """Computes the missing files of a run with its teacher, in a separate launch; prints their size first.
 
+    `teacher` is the teacher's configuration. Without missing files it starts no launch, and prints "complete".
+
     Raises:
-        ValueError: the files do not fit on the disk.
+        ValueError: the files do not fit on the disk, or from `launch`.
     """
     files.folder.mkdir(parents=True, exist_ok=True)
     absent = files.missing()
