@@ -52,9 +52,9 @@ def adapter_tensors(model: torch.nn.Module, trained: Mapping[str, torch.Tensor])
 def adapter_settings(model: Any, config: TrainConfig) -> dict[str, Any]:
     """Returns the contents of adapter_config.json, ready for JSON: a `PeftModel`'s settings and the base's name.
 
-    PEFT matches targets by the end of a module's name. Modules of the image and sound towers may match too, but
-    training does not load these towers, so such modules are added to `exclude_modules` (None if there are none). The
-    base's name is model.name, or the folder of the embedded model.
+    The keys are the fields of PEFT's configuration, with inference_mode=true. base_model_name_or_path is model.name, or
+    the folder of an embedded model. PEFT matches a list of targets by the end of a module's name. If the run does not
+    load the image or sound tower, matching modules of that tower are added to exclude_modules; it is None if empty.
     """
     settings = {**model.peft_config["default"].to_dict(), "inference_mode": True}
     targets = settings["target_modules"]
@@ -70,11 +70,11 @@ def adapter_settings(model: Any, config: TrainConfig) -> dict[str, Any]:
 def result_files(
     model: Any, trained: Mapping[str, torch.Tensor], config: TrainConfig
 ) -> tuple[dict[str, dict[str, torch.Tensor]], dict[str, Any]]:
-    """Returns the tensors, then the JSON documents, of the adapter and of a `StatesHead`, by file name without suffix.
+    """Returns two dictionaries by file name without suffix: tensors by name, and JSON documents.
 
-    The names are adapter_model for tensors, adapter_config for documents, and for both the head's `name`. A whole model
-    (lora.r=0) has no adapter; the dictionaries then have only the head's files, or are empty. Arguments as in
-    `save_adapter`.
+    For an adapter the first has "adapter_model", the second "adapter_config". If `model.objective` is a `StatesHead`,
+    both also have the head's `name`. A whole model (lora.r=0) has no adapter, so both have only the head's entry, or
+    are empty. Arguments as in `save_adapter`.
     """
     files, documents = {}, {}
     if hasattr(model, "peft_config"):
@@ -107,14 +107,15 @@ def save_adapter(
 ) -> None:
     """Replaces a folder by the trained weights: an adapter that PEFT loads, or a whole model if lora.r=0.
 
-    A `StatesHead` is saved too. PEFT and transformers cannot save tensors on XLA, so this takes CPU tensors.
+    An adapter has the files of `result_files`; a whole model has model.safetensors and transformers' configurations. A
+    `StatesHead` is saved too. PEFT and transformers cannot save tensors on XLA, so this takes CPU tensors.
 
     Args:
         folder: `<output_dir>/adapter`; keeps its old content if an error occurs.
         model: the replica's model, on any device; only its names and settings are used.
         trained: CPU tensors by the names of `trainable_parameters`, one tensor per layer (no stacks).
         config: the run.
-        tokenizer: saved beside the weights, with its chat template; None if the run needed no tokenizer.
+        tokenizer: from `tokenizer_to_save`, saved beside the weights; None if the run needed no tokenizer.
         base: identity of the base weights, written to base.json; None if unknown.
 
     Raises:
@@ -164,9 +165,12 @@ def _write(
 def start_from(model: torch.nn.Module, folder: Path) -> None:
     """Loads the adapter in `folder`, and its head, into a `PeftModel` on the CPU that has its objective attached.
 
-    Parameters of the objective that the folder does not have keep their values. Raises ValueError if the adapter is
-    missing or damaged, or its LoRA settings (such as rank, alpha and trained tokens), the names or the shapes of its
-    tensors differ from the model's. It also raises ValueError if the run's objective has no such head.
+    Parameters of the objective that the folder does not have keep their values.
+
+    Raises:
+        ValueError: the adapter is missing or damaged. Its rank, alpha, DoRA, rsLoRA, patterns or trained tokens differ
+            from the model's, or its tensors have other names or shapes. Its initialization changes the base, as in
+            PiSSA. Or the folder has a head, and `model.objective` is no `StatesHead` with that name.
     """
     settings, tensors = read_adapter(folder)
     theirs, ours = settings.to_dict(), model.peft_config["default"].to_dict()  # type: ignore[index,union-attr]  # of PEFT

@@ -45,7 +45,8 @@ class RecompileMonitor:
     def notice(self, before: Mapping[str, int], now: Mapping[str, int], steps: int) -> Iterator[str]:
         """Yields the warnings to print after a log of `steps` steps, from `Runtime.counters` before and after them.
 
-        A cause must be there in three logs in a row; further logs in this row do not warn again.
+        The causes are compiled programs, and at least one "fallbacks" per step. A cause must be there in three logs in
+        a row; further logs in this row do not warn again.
         """
         compiles, reads = (now.get(name, 0) - before.get(name, 0) for name in ("compiles", "fallbacks"))
         if self._again("compiles", compiles > 0):
@@ -84,7 +85,10 @@ def peak_memory(rt: Runtime, predicted: int | None = None) -> dict[str, float]:
 
 
 def check_tracking(config: TrainConfig, at: Machine | None = None) -> None:
-    """Raises ConfigError if a tracker lacks its package, or W&B its key, on the machine `at` (None: this machine)."""
+    """Raises ConfigError if a tracker that is on lacks its package, or W&B its key, on the machine `at`.
+
+    None is this machine. Only tracking.wandb=online needs a key. The error has all problems.
+    """
     at, tracking, problems = at or Machine(), config.tracking, []
     if tracking.wandb != "off" and at.version("wandb") is None:
         problems.append(f"tracking.wandb={tracking.wandb} needs a package: pip install wandb, or wandb=off.")
@@ -156,7 +160,7 @@ class Evaluations:
 
     @property
     def reason(self) -> str:
-        """The reason for an early stop, as text."""
+        """The reason for an early stop, such as "none of the last 2 evaluations was better than step 3 (0.5)"."""
         best = best_evaluation(self._records)
         if best is None:
             than = "a number"
@@ -177,8 +181,9 @@ class Evaluations:
     def figures(self, step: int | None = None) -> dict[str, float]:
         """Returns eval_loss, eval_accuracy and eval_step of a step, by default of the newest evaluation.
 
-        A mix also has eval_loss/NAME and eval_accuracy/NAME for every source. Numbers that were not measured are left
-        out, but without an accuracy eval_loss is NaN. Empty if there is no such evaluation.
+        A mix also has eval_loss/NAME and eval_accuracy/NAME for every source; an objective's means with a slash in
+        their names, such as rewards/chosen, follow as eval_rewards/chosen. Numbers that were not measured are left out,
+        but if loss and accuracy were not measured, eval_loss is NaN. Empty if there is no such evaluation.
         """
         record = next((record for record in reversed(self._records) if step in (None, record["step"])), None)
         if record is None:
@@ -285,6 +290,10 @@ class Tracker:
             ahead: seconds that the host already spent on later steps, which count for the next record.
             extra: numbers of the objective and the rewards, whose names the user may choose; see `apart_from`.
             values: further numbers of the record; `lr` must be among them.
+
+        Returns:
+            The record: kind, step, seconds, loss, perplexity, tokens, tokens_per_second, tokens_per_second_per_chip,
+            mfu, step_seconds, eta_seconds, total_steps, resumed_from, device, `values` and `extra`.
         """
         now, steps = self._clock() - ahead, step - self._window_step
         assert steps > 0, f"step {step} was logged after step {self._window_step}"
@@ -462,8 +471,8 @@ def log_result(
 ) -> None:
     """Sends the result of a run to TensorBoard and W&B, if they are on; errors of W&B are only printed.
 
-    The result has the finite metrics and, if `compared` is given, the answers of both models. W&B also gets the folder
-    `adapter_dir` with tracking.wandb_adapter.
+    The result has the finite metrics as "result/NAME" and, if `compared` is given, the answers of both models. With
+    tracking.wandb_adapter W&B also gets the folder `adapter_dir`.
     """
     figures = {f"result/{name}": value for name, value in metrics.items() if math.isfinite(value)}
     samples = zip(compared.base.samples, compared.tuned.samples, strict=True) if compared else ()

@@ -205,8 +205,9 @@ class FunctionObjective(Objective):
 def objective_of(config: TrainConfig) -> Objective:
     """Returns the objective of a run: distillation with a teacher, else `optim.objective`.
 
-    `optim.objective` may name a function (model, batch) -> Sums, or a subclass of `Objective`, which is constructed
-    with the configuration. Raises ValueError if it cannot be imported, takes other arguments, or is another class.
+    For supervised it is `MixObjective` if data.source is a list, else `SupervisedObjective`. `optim.objective` may name
+    a function (model, batch) -> Sums, or a subclass of `Objective`, which is constructed with the configuration. Raises
+    ValueError if it cannot be imported, takes other arguments, or is another class.
     """
     name = config.optim.objective
     path = OBJECTIVES.get(name, name)

@@ -25,7 +25,7 @@ def not_learned(records: Iterable[Mapping[str, Any]], final: Mapping[str, float]
     If the loss is a likelihood of tokens, it must also be below a uniform guess.
 
     Args:
-        records: records of metrics.jsonl.
+        records: records of metrics.jsonl. The record of kind "start" has the loss before; without it that is unknown.
         final: metrics of the resulting weights, as `recipes.replica.fine_tune` returns them.
         updates: number of updates of the run.
     """

@@ -98,7 +98,9 @@ class ResumePoint:
     def compare(self, config: TrainConfig, record: Record) -> Comparison:
         """Compares parameters and weights and, if `record` has them, rows per update and data.
 
-        Rows and weights are compared by content, not by location.
+        Rows and weights are compared by content, not by location: another name for the same content is `moved`, not a
+        problem. Without `record.rows_digest`, another name for rows is neither. Parameters that a resumed run may
+        change are never problems.
         """
         before, now, moved = self.config, config.flat_values(), dict[str, tuple[str, str]]()
         differ = {name: f"{name}: {before[name]!r} there, {now[name]!r} now" for name in changes(before, now)[1]}
@@ -163,7 +165,11 @@ class ResumePoint:
         return ""
 
     def described(self, config: TrainConfig, record: Record) -> list[str]:
-        """Returns lines to print: the checkpoint that the run continues from, and the differences that are allowed."""
+        """Returns lines to print: the checkpoint that the run continues from, and the differences that are allowed.
+
+        First there is a line for every moved parameter. The last line begins with "resumed", and has step, path, and
+        all other parameters and versions that differ.
+        """
         moved = self.compare(config, record).moved
         lines = [
             f"moved            {name}: {earlier} -> {after}, same content" for name, (earlier, after) in moved.items()
@@ -207,8 +213,9 @@ def find_resume_point(config: TrainConfig) -> ResumePoint | None:
     Newer checkpoints that are damaged are set aside later, by the process that writes: `CheckpointManager.newest`.
 
     Raises:
-        ValueError: there is no checkpoint, and checkpoint.resume=must or the folder has other files of a run; the
-            folder cannot be read; or a checkpoint has a format that this tpu_kit does not read.
+        ValueError: there is no checkpoint, and checkpoint.resume is must; or there is none, and `remains` or
+            `lies_around` finds other files of a run. The folder cannot be read. Or a checkpoint has a format that this
+            tpu_kit does not read.
     """
     if config.checkpoint.resume == "never":
         return None
@@ -234,7 +241,10 @@ def find_resume_point(config: TrainConfig) -> ResumePoint | None:
 
 
 def weights_of(step: int, config: TrainConfig) -> Tensors:
-    """Reads a step's trained weights (with ema_decay, the average) by name, on the CPU; ValueError if they are gone."""
+    """Reads the trained weights (with ema_decay, the average) in a step's checkpoint: CPU tensors, unstacked, by name.
+
+    Raises ValueError if the run has no complete checkpoint of this step, or it is damaged; and OSError.
+    """
     checkpoint = next((each for each in list_checkpoints(config.checkpoints_place)[0] if each.step == step), None)
     if checkpoint is None:
         raise ValueError(
@@ -258,7 +268,11 @@ def rows_digest(prepared: Prepared) -> str:
 
 
 def versions(config: TrainConfig) -> dict[str, str]:
-    """Returns the versions of installed packages, and hashes of the code of the user's functions, by name."""
+    """Returns the versions of installed packages, and hashes of the code of the user's functions, by name.
+
+    The packages are tpu_kit, torch, torch_xla, transformers and peft; packages that are missing are left out. Functions
+    are named "module:name" in optim.objective, rl.reward_funcs and data.format, with values such as "code 1f2e3d4c".
+    """
     names = ("tpu_kit", "torch", "torch_xla", "transformers", "peft")
     found = {name: version for name in names if (version := installed_version(name))}
     formats = [one.format for one in config.data.by_source]

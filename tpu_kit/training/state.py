@@ -161,7 +161,10 @@ class TrainState:
         return cls(model, device, optim, saved, extra_sums, plus)
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Returns all tensors of the state on the device, by "SECTION/NAME" (see `to_host`), "applied" and "report"."""
+        """Returns all tensors of the state on the device, by "SECTION/NAME" (see `to_host`), "applied" and "report".
+
+        They are not copies, and stacks of layers' tensors are not split.
+        """
         tensors = {name: getattr(self, name) for name in SCALARS}
         for name, moments in self.moments.items():
             tensors |= {f"moments/{kind}/{name}": moment for kind, moment in moments.items()}
@@ -253,7 +256,10 @@ def joined(parts: Iterable[Mapping[str, torch.Tensor]], layout: Mapping[str, Any
 
 
 def sections(saved: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
-    """Groups the tensors of `TrainState.to_host` by section ("parameters", "moments/first", else "") and name."""
+    """Groups the tensors of `TrainState.to_host`: section -> name -> tensor.
+
+    Sections are "parameters", "moments/KIND", "average", and "" for "applied" and "report".
+    """
     groups: dict[str, dict[str, torch.Tensor]] = {}
     for key, tensor in saved.items():
         section, _, name = key.rpartition("/")
@@ -270,7 +276,7 @@ def restore(model: torch.nn.Module, saved: Mapping[str, torch.Tensor]) -> None:
 
 
 def set_parameters(model: torch.nn.Module, there: Mapping[str, torch.Tensor], source: str, advice: str) -> None:
-    """Sets the parameters of a model on the CPU to tensors of unstacked layers.
+    """Sets the parameters of a model on the CPU to tensors of unstacked layers; the model's layers may be stacked.
 
     Args:
         model: the model with its adapters and its objective.

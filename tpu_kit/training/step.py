@@ -58,12 +58,15 @@ def prepare_model(
 ) -> TrainState:
     """Prepares a loaded model in place for `train_step` (attention, layer loop, remat, device) and returns its state.
 
+    Prepares `model.teacher` too, if there is one. Rank 0 prints a line about loops over layers. On a GPU, it turns
+    torch.compile on or off in this process, by launch.torch_compile.
+
     Args:
         model: as `trainable.load_model` returns it.
         config: the run.
         rt: the replica.
         checkpoint: the checkpoint to continue from, which also sets the parameters; None creates a new state.
-        extra_sums: number of extra sums of the objective.
+        extra_sums: number of extra sums of the objective, the length of `Objective.extra`.
 
     Raises:
         ValueError: from `preparation.prepare_layers`, `relative_rates` or `TrainState.load`.
@@ -118,12 +121,12 @@ def train_step(
     The summed gradients are divided by the objective's weight over all replicas and passes, so the update does not
     depend on how rows are split over them. If the loss or the gradient norm is not finite, or the mean loss is above
     `UpdateSums.usual` by more than `max_loss_rise`, all replicas skip the update and change only `state.report`. Only
-    matrices are decayed.
+    matrices are decayed. On XLA this only traces; `Runtime.sync` starts the computation.
 
     Args:
         model: the replica's model, in training mode.
         state: the model's state.
-        batches: tensors as the objective takes them.
+        batches: this replica's tensors on the device, as the objective takes them.
         control: a `Control` as a tensor, (3,) fp32 on the device: learning rate, window_open, number of the step.
         objective: the loss.
         optim: settings of the optimizer, clipping, average and limit of the loss.
@@ -216,7 +219,10 @@ class SplitStep:
         self._totals.add_(_backward(self._model, self._state, batch, self._objective, self._optim))
 
     def apply(self, control: torch.Tensor) -> None:
-        """Makes an update, as `train_step` does, from all passes since the last update; sets their sums to 0."""
+        """Makes an update, as `train_step` does, from all passes since the last update; sets their sums to 0.
+
+        `control` is as in `train_step`. All replicas must call it.
+        """
         state = self._state
         with torch.no_grad():
             buffers = {name: param.grad for name, param in state.params.items() if param.grad is not None}
@@ -337,7 +343,10 @@ def eval_step(
     objective: Objective,
     runtime: Runtime,
 ) -> None:
-    """Adds the sums of all replicas' batches to `sums`, (2 + N,) fp32, in place: loss, weight, first N `extra` sums."""
+    """Adds the sums of all replicas' batches to `sums`, (2 + N,) fp32, in place: loss, weight, first N `extra` sums.
+
+    `batch` has this replica's tensors, as the objective takes them; `batch` and `sums` are on the device.
+    """
     with torch.no_grad():
         loss, weight, extra = objective(model, batch)
         totals = torch.stack([loss, weight, *extra][: len(sums)])
@@ -381,10 +390,11 @@ class TracedSteps:
     def update(
         self, batches: Sequence[Mapping[str, torch.Tensor]], control: torch.Tensor
     ) -> tuple[Callable[..., Any], int, Any, Any, Any, torch.Tensor]:
-        """Returns the arguments of `Programs.run`: a pure update, a count, changed, frozen, batches, control.
+        """Returns the arguments of `Programs.run` after the name: a pure update, a count, and four trees of tensors.
 
-        The update takes the last four and returns the new values of `changed`; see `_changed`. The count is the number
-        of first tensors to donate, all of `changed` but `report`.
+        The trees are changed, frozen, batches and control; the update takes them and returns the new values of changed.
+        Changed has "params", "moments", "average" ({} without), "applied" and "report"; frozen has the model's other
+        tensors by name. The count is the number of first tensors to donate: all in changed but `report`.
         """
         state = self._state
 

@@ -170,7 +170,8 @@ class Trainer:
         """Makes the remaining updates; between two logs the host only traces and dispatches steps.
 
         Before every step it asks `agreement` whether to stop. After a stop signal it saves and returns "preempted";
-        after an early stop, also of an earlier launch, it returns "stopped"; after the last update "finished".
+        after an early stop, also of an earlier launch, it returns "stopped"; after the last update "finished". The last
+        checkpoint may not be durable yet.
 
         Raises:
             ValueError: training has diverged, an update was skipped with on_nan=stop, or the next update cannot be made
@@ -465,7 +466,9 @@ class Trainer:
     def weights(self) -> Tensors:
         """Returns the resulting weights, or their average, on the CPU by name; raises ValueError as `weights_of`.
 
-        Call it on rank 0, after the last checkpoint is durable.
+        With optim.eval_steps the result is from the step of the best evaluation, if there is one; otherwise it is from
+        the last step. An earlier step is read from its checkpoint. Call it on rank 0, after the last checkpoint is
+        durable.
         """
         chosen = self._chosen_step or self.step
         if self.parts is not None or chosen != self.step:
