@@ -44,7 +44,8 @@ def connect(model: Any, frozen: bool) -> None:
 
     Args:
         model: transformers model, changed in place; a model without experts does not change.
-        frozen: whether the experts are frozen; if so, they get the prepared layout.
+        frozen: True: the experts are not trained, and get the layout of `prepare`. False: they keep the layout of
+            files.
 
     Raises:
         ValueError: the router draws random numbers (router_jitter_noise is not 0).
@@ -109,11 +110,11 @@ def routers_of(model: torch.nn.Module) -> set[str]:
 
 
 def targets_for_peft(model: Any, names: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Returns PEFT's target_modules and target_parameters for the linear layers of a model that end in `names`.
+    """Returns PEFT's (target_modules, target_parameters), both sorted, for linear layers whose paths end in `names`.
 
-    In the families of Qwen2-MoE and Mixtral, PEFT takes some names for names of experts. Linear layers with such names,
-    for example in shared experts, are adapted as parameters: the second list has their "parent.name.weight", without
-    routers, and the first has the other names. Both are sorted.
+    In the families of Qwen2-MoE and Mixtral, PEFT takes some names for names of experts. The first list has all other
+    names. For a linear layer with such a name, for example in shared experts, the second list has "parent.name.weight",
+    the end of its path; routers are left out. In other models the second list is empty.
     """
     from peft import LoraConfig as PeftLoraConfig
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
@@ -135,11 +136,13 @@ def experts_forward(
 ) -> torch.Tensor:
     """Computes the weighted sum of each token's experts; transformers calls it. On "meta", only the shape is right.
 
+    Adapters of prepared experts are included. On XLA, the experts must be prepared and frozen.
+
     Args:
-        self: the experts module; on XLA it must be prepared.
+        self: the experts module.
         hidden_states: (T, H).
         top_k_index: (T, K) integers, the experts of each token.
-        top_k_weights: (T, K), the experts' weights.
+        top_k_weights: (T, K), factors of the experts' outputs.
 
     Returns:
         The sums (T, H), in the dtype of `hidden_states`.
@@ -171,7 +174,11 @@ def experts_forward(
 
 
 def tiles_for(pairs: int, experts: int) -> Tiles:
-    """Chooses tiles for `pairs`, the number of (token, expert) pairs on all devices of the mesh together."""
+    """Returns the tiles for `pairs` (token, expert) pairs, counted over all devices, and a number of `experts`.
+
+    A device gets its share of the pairs. But on a mesh with `xla.sharding.in_place`, the tiles are for all pairs, and
+    `Tiles.in_place` is the fsdp axis, or 1 if this does not divide `experts`.
+    """
     mesh, shards = active_mesh(), 0
     if mesh.size > 1 and in_place.get():
         shards = mesh.fsdp if experts % mesh.fsdp == 0 else 1
@@ -258,7 +265,8 @@ def with_adapters(model: Any, settings: Any) -> torch.nn.Module:
 
     PEFT sees experts with the shapes of their files, so adapters keep PEFT's names and layout. For prepared experts,
     `experts_forward` applies the adapters, because PEFT would add their product to the weights of all experts. Linear
-    layers listed as parameters (`targets_for_peft`) get ordinary adapters, which have the same tensors.
+    layers listed as parameters (`targets_for_peft`) get ordinary adapters, which have the same tensors. torch's global
+    generator draws the initial values. PEFT's errors are raised unchanged, such as ValueError for absent layers.
     """
     from peft import get_peft_model
 
@@ -365,7 +373,10 @@ def floats_of(scheme: Any, weight: torch.Tensor, scale: torch.Tensor, dtype: tor
 
 
 def quantize(scheme: Any, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantizes one expert's prepared weight (O, I) like `Scheme.quantize`, with padded groups of scales in int4."""
+    """Quantizes one expert's prepared weight (O, I) to (integers, scales), like `Scheme.quantize`.
+
+    In int4, the scales are (2, `shape.scale_groups`, O): zeros follow the groups of each half of the inputs.
+    """
     integers, scale = scheme.quantize(weight)
     if scheme.bits == 4:
         more = (scale_groups(weight.shape[1], scheme.group) - scale.shape[1]) // 2
@@ -421,8 +432,8 @@ class _Form(NamedTuple):
 def prepare(experts: Any) -> None:
     """Brings frozen weights and biases of experts to the prepared layout, in place; a second call does nothing.
 
-    The TPU compiler takes minutes for a kernel with blocks of 2,880 columns, and half a minute for 2,944. Padded gates
-    and ups are zero, and so are their products.
+    The layout has weights (E, O, I) and gates before ups. Hidden and inner sizes above 128 are padded with zeros to
+    multiples of 128. The TPU compiler takes minutes for a kernel with blocks of 2,880 columns, half a minute for 2,944.
     """
     if hasattr(experts, "form"):
         return
@@ -446,9 +457,9 @@ def shaped_names(experts: Any) -> list[str]:
 
 
 def shaped(experts: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Converts a weight or bias `name` (E, ...), E any number, from the layout of files to the prepared layout.
+    """Returns weights (E, O, I) or biases (E, O) in the prepared layout, with padding, from `tensor` as in the files.
 
-    `experts` must be prepared.
+    E is any number of experts. `experts` is the module after `prepare`; `name` is the name of the weight or bias in it.
     """
     turned, parted, halves, (hidden, inner), _ = experts.form
     is_last = name.removesuffix("_bias") == names_of(experts)[1]
@@ -460,7 +471,10 @@ def shaped(experts: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def replace(experts: Any, scheme: Any) -> None:
-    """Prepares experts, and replaces their weights by uninitialized buffers NAME and NAME_scale of a `Scheme`."""
+    """Prepares experts, and replaces each weight NAME by uninitialized buffers NAME and NAME_scale of a `Scheme`.
+
+    The buffers have the shapes of `quantize` with a leading dimension E, on the weights' device. Biases stay.
+    """
     prepare(experts)
     for name in names_of(experts):
         weight = getattr(experts, name)

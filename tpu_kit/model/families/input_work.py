@@ -59,7 +59,11 @@ class InputWork:
     trains: bool
 
     def work_bytes(self, rows: int, compute: int) -> float:
-        """Returns the peak memory in bytes of the features of `rows` rows, with `compute` bytes per value."""
+        """Returns the peak memory in bytes of the features of `rows` rows, with `compute` bytes per value.
+
+        This is the most of three sums: values and output of a tower layer; fp32 pixels; features, one-hot rows,
+        products.
+        """
         patches = rows * self.room * self.patches
         widest = max((max(pair) for pair in self.tower), default=0)
         tower = TOWER_WORK * compute * patches * (4 * self.size + 2 * widest) if self.layers else 0.0

@@ -49,10 +49,10 @@ def delta_step(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes the gated delta rule (arXiv 2412.06464) for a chunk of C tokens, C a power of 2.
 
-    Normalizes query and key first, and scales the query by 1 / sqrt(K).
+    Normalizes query and key first, and scales the query by 1 / sqrt(K). Computes in fp32.
 
     Args:
-        state: (B, H, K, V) fp32, before the chunk.
+        state: (B, H, K, V) fp32, before the chunk; only tokens of the document `before` read it.
         query: (B, C, h, K); a head is shared by H / h consecutive heads of the values.
         key: (B, C, h, K).
         value: (B, C, H, V).
@@ -62,7 +62,7 @@ def delta_step(
         before: (B,) int32, the document of the token before the chunk.
 
     Returns:
-        The state after the chunk, and the output (B, C, H, V), in fp32.
+        The state (B, H, K, V) after the chunk, of the last token's document; and the output (B, C, H, V); both fp32.
     """
     heads = value.shape[2]
     query, key, value = (_by_head(one, heads) for one in (query, key, value))
@@ -88,7 +88,8 @@ def mamba_step(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Computes Mamba 2 (arXiv 2405.21060) for a chunk, without normalizing and scaling; for the rest see `delta_step`.
 
-    In Mamba's terms, `given` is x * dt (B, C, H, P), `key` is B and `query` C (B, C, G, N), and `decay` is A * dt.
+    In Mamba's terms, `given` is x * dt (B, C, H, P), `key` is B and `query` C (B, C, G, N), and `decay` is A * dt
+    (B, C, H). A group is shared by H / G consecutive heads. The state is (B, H, N, P), the output (B, C, H, P).
     """
     given, key, query = (_by_head(one, given.shape[2]) for one in (given, key, query))
     decay = decay.float().transpose(1, 2)
@@ -277,9 +278,9 @@ def _activated(tensor: torch.Tensor, name: str | None) -> torch.Tensor:
 def connect(model: torch.nn.Module, frozen: bool = True) -> None:
     """Makes the layers of a transformers model call the functions of this module; a second call does nothing.
 
-    The functions are globals of the modules that define the layers, so other models of the family get them too. In a
-    call without segment ids and without the kit's cache, transformers' own function runs, except on XLA. `frozen` has
-    no effect.
+    Replaces global functions of the modules that define the layers, so other models of the family get them too. These
+    are functions for chunks of the gated delta rule, for Mamba 2, and for convolutions. In a call without segment ids
+    and without the kit's cache, transformers' own function runs, except on XLA. `frozen` has no effect.
     """
     for module in map(sys.modules.__getitem__, {type(part).__module__ for part in model.modules()}):
         for name, function in _FUNCTIONS.items():

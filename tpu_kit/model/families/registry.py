@@ -114,10 +114,10 @@ def _call(model: torch.nn.Module, function: str, *arguments: Any) -> list[Any]:
 def decoder_inputs(
     model: torch.nn.Module, batch: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any], tuple[torch.Tensor, ...]]:
-    """Returns a decoder's arguments for a batch, arguments of `Visibility`, and `LayerInputs.additions`.
+    """Returns a decoder's keyword arguments for a batch, `Visibility`'s keyword arguments, and `LayerInputs.additions`.
 
-    If the batch has a column in `INPUTS`, the column's module computes these three values. Without such a column, they
-    are {"input_ids": batch["input_ids"]}, {} and ().
+    If the batch has a column in `INPUTS`, such as image_index, the column's module computes these three values. Without
+    such a column, they are {"input_ids": batch["input_ids"]}, {} and ().
 
     Args:
         model: transformers model without PEFT's wrapper.

@@ -71,11 +71,11 @@ def sizes_of(config: Any, tokens: int | None = None) -> Sizes:
 
     Args:
         config: configuration of transformers, with a vision_config.
-        tokens: maximum of soft tokens of an image; None: the family's default. Ignored in Gemma 3, SmolVLM and
-            Idefics 3; at most 256, of a tile, in LFM2-VL.
+        tokens: maximum of soft tokens of an image; None: the family's default. Ignored in Gemma 3, SmolVLM and Idefics
+            3. In LFM2-VL it is for a tile, and larger values count as 256.
 
     Raises:
-        ValueError: the kit does not train images of this family.
+        ValueError: the kit does not train images of this family, or `config` has no vision_config.
     """
     vision: Any = getattr(config, "vision_config", None)
     kind = config.model_type if vision is not None else None
@@ -105,7 +105,10 @@ def columns(config: Any, images: int, length: int, tokens: int | None = None) ->
 
 
 def columns_of(sizes: Sizes, images: int, length: int) -> dict[str, Shape]:
-    """Returns name -> (shape, dtype) of the image tensors of a row of `length` tokens with `images` slots."""
+    """Returns name -> (shape, dtype) of the image tensors of a row of `length` tokens with `images` slots.
+
+    The names are pixels, image_index, with `sizes.positions` patch_positions, and with `sizes.axes` axis_positions.
+    """
     found: dict[str, Shape] = {"pixels": ((images, sizes.patches, sizes.numbers), torch.uint8)}
     if sizes.positions:
         found["patch_positions"] = ((images, sizes.patches, 2), torch.int32)
@@ -115,10 +118,10 @@ def columns_of(sizes: Sizes, images: int, length: int) -> dict[str, Shape]:
 
 
 def check_rows(config: Any, tokens: int, length: int) -> None:
-    """Raises ValueError if images of `tokens` soft tokens do not fit into rows of `length`, or rows are too long.
+    """Raises ValueError if `tokens`, the soft tokens of an image, are more than `length`, the tokens of a row.
 
-    If the image tokens of `config`, a model's configuration, see each other, `tokens` and `length` may have at most 31
-    bits together.
+    Also raises it if image tokens see each other in the model with the configuration `config`, and the numbers of
+    binary digits of `tokens` and `length` add up to more than 31.
     """
     if tokens > length:
         raise ValueError(
@@ -130,6 +133,8 @@ def check_rows(config: Any, tokens: int, length: int) -> None:
 
 def axis_positions(image: np.ndarray, slots: Sequence[int], positions: np.ndarray, merge: int) -> np.ndarray:
     """Returns a document's positions in time, row and column, (3, S) int32, as transformers' `get_rope_index` does.
+
+    A text token has three equal positions. After an image, they continue from its largest position plus 1.
 
     Args:
         image: (S,) bool, true for soft tokens of images.
@@ -154,8 +159,9 @@ def axis_positions(image: np.ndarray, slots: Sequence[int], positions: np.ndarra
 def in_rows(pixels: torch.Tensor, positions: torch.Tensor) -> dict[str, torch.Tensor]:
     """Returns transformers' LFM2-VL inputs, patches in row order, for pixels (N, P, numbers) in [0, 1].
 
-    `positions` (N, P, 2) are column and row, -1 for padding, which comes last in the result. Keys: pixel_values like
-    `pixels` in [-1, 1], pixel_attention_mask (N, P), 1 for patches, and spatial_shapes (N, 2), rows and columns.
+    `positions` (N, P, 2) are column and row of each patch, -1 for padding. The keys are pixel_values, like `pixels` but
+    in [-1, 1] and with padding last; pixel_attention_mask (N, P), 1 for patches and 0 for padding; and spatial_shapes
+    (N, 2), rows and columns of patches.
     """
     valid = (positions >= 0).all(-1)
     place = torch.where(valid, positions[..., 1] * valid.shape[1] + positions[..., 0], valid.shape[1] ** 2)
@@ -168,9 +174,10 @@ def in_rows(pixels: torch.Tensor, positions: torch.Tensor) -> dict[str, torch.Te
 
 
 def connect(model: torch.nn.Module, frozen: bool) -> None:
-    """Registers towers' attention in transformers; makes the first text layers add DeepStack's features, in place.
+    """Registers towers' attention functions in transformers, without selecting them; `own_attention` has their names.
 
-    `frozen` has no effect.
+    With DeepStack, the first text layers also add the tower's features to their outputs: their classes are replaced, in
+    place. `frozen` has no effect.
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
@@ -192,9 +199,9 @@ def own_attention(model: Any) -> dict[str, str]:
 
 
 def loop_layers(model: torch.nn.Module, optim: OptimConfig, device_type: str) -> None:
-    """Replaces a tower's layers by a loop with remat=full, on XLA or with optim.scan_layers=on.
+    """Replaces a tower's layers by a loop with remat=full, on XLA or with optim.scan_layers=on; ignores optim.remat.
 
-    A second call does nothing, and a model without a tower does not change.
+    A second call does nothing, and a model without a tower does not change. Raises ValueError as `scan_layers` does.
     """
     base: Any = base_model(model)
     encoder = encoder_of(base)
@@ -210,10 +217,14 @@ def decoder_inputs(
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any], tuple[torch.Tensor, ...]]:
     """Computes the decoder's inputs for a batch with images; see `registry.decoder_inputs`.
 
-    The first value has inputs_embeds and, depending on the family, position_ids and per_layer_inputs; no input_ids. If
-    the tokens of an image see each other, the second value has `ahead`, `most_ahead` and `everywhere`, otherwise it is
-    empty. In Gemma 3 they do in all layers, in Gemma 4 in the layers with a window, as in Google's code and vLLM. The
-    third value has DeepStack's additions, (B, S, H), 0 at text; empty in other families.
+    The first value has inputs_embeds (B, S, H) and no input_ids. Qwen also has position_ids (3, B, S), and Gemma 4 with
+    per-layer embeddings has per_layer_inputs.
+
+    The second value is empty unless the tokens of an image see each other. Then it has `ahead` (B, S), the integer
+    `most_ahead`, and `everywhere`. This is True in Gemma 3, for all layers. It is False in Gemma 4, where only layers
+    with a window look ahead, as in Google's code and vLLM.
+
+    The third value has DeepStack's additions, (B, S, H), 0 at text; it is () in other families.
     """
     ids, index, text = batch["input_ids"], batch["image_index"], model.config.get_text_config()
     seen = index >= 0
@@ -266,9 +277,9 @@ def _taken(found: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
 def features(model: Any, batch: Mapping[str, torch.Tensor], tokens: int) -> list[torch.Tensor]:
     """Computes the features of all images of a batch, tensors (B, K * tokens, H); features of padding mean nothing.
 
-    The first tensor holds embeddings; further tensors (DeepStack) are added to the outputs of the first text layers.
-    The tower has no gradients; a projector has them if it is trained. `model` has no PEFT wrapper. `batch` has pixels
-    (B, K, patches, numbers) uint8 and, in some families, patch_positions. `tokens` is the result of `tokens_of`.
+    The first tensor holds embeddings; further tensors (DeepStack) are added to the outputs of the first text layers, in
+    order. The tower has no gradients; a projector has them if it is trained. `model` has no PEFT wrapper. `batch` has
+    pixels (B, K, patches, numbers) uint8 and, in some families, patch_positions. `tokens` is the result of `tokens_of`.
     """
     rows = batch["pixels"].shape[0]
     pixels = batch["pixels"].flatten(0, 1).float() * (1 / 255)  # the processors' fp32, bit for bit
@@ -380,7 +391,7 @@ def tower_attention(
     """Computes attention among the patches of an image, for towers; transformers calls it.
 
     Maps (N, heads, P, D) to (N, P, heads, D), and None. The mask (N, 1, 1, P) is true for patches that are no padding;
-    None: all. Raises ValueError for an unknown argument of the model.
+    None: all. `scaling` None is 1 / sqrt(D). Raises ValueError for an unknown argument of the model.
     """
     refuse_unknown({name: value for name, value in kwargs.items() if name not in ("is_causal", "dropout")})
     shape = (query.shape[0], query.shape[2])

@@ -37,7 +37,7 @@ class Document(NamedTuple):
 
 
 def narrow_config(whole: Any, text: Any) -> Any:
-    """Returns a narrow copy of the vision configuration `whole`, with the text configuration `text`, already narrow."""
+    """Returns a copy of the vision configuration `whole` with a small tower, no audio, and `text`, already narrow."""
     given = {name: value for name, value in whole.to_dict().items() if name not in ("dtype", "architectures")}
     vision = given["vision_config"]
     given["vision_config"] = vision | {name: size for name, size in _SIZES.items() if vision.get(name)}
@@ -55,8 +55,8 @@ def narrow_config(whole: Any, text: Any) -> Any:
 def soften(model: Any) -> None:
     """Scales a tower's random matrices down, in place, because sharp attention amplifies rounding, in transformers too.
 
-    Also zeroes the input and output embeddings of ids from 100, such as image tokens, so that no greedy reply has such
-    an id: transformers would ask for its picture.
+    Also zeroes the rows of the input and output embeddings for ids from 100, such as image tokens. So no greedy reply
+    has such an id, for which transformers would need a picture. `model` has a configuration from `narrow_config`.
     """
     encoder, ends = encoder_of(model), (model.get_input_embeddings(), model.get_output_embeddings())
     with torch.no_grad():
@@ -155,7 +155,8 @@ def logits(model: Any, one: Document, reply: torch.Tensor | None = None) -> torc
 def images_of(config: Any, held: Sequence[Document], starts: Sequence[int], length: int) -> dict[str, torch.Tensor]:
     """Returns the image columns (1, ...) of a row of `length` tokens with documents `held` that begin at `starts`.
 
-    The row has a slot per image, in the order of the documents, and at least one.
+    The keys are as in `vision.columns_of`. The row has a slot per image, in the order of the documents, and at least
+    one. `starts` has the place of a document's first token in the row.
     """
     sizes, room = sizes_of(config, _SOFT_TOKENS), sum(bool(one.columns) for one in held)
     found = {name: torch.zeros(1, *shape, dtype=dtype)
