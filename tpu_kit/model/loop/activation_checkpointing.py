@@ -94,10 +94,10 @@ def _masked(values: torch.Tensor, seed: torch.Tensor, p: float, site: int) -> to
 
 
 def keep_mask(shape: torch.Size, seed: torch.Tensor, p: float, site: int, device: torch.device) -> torch.Tensor:
-    """Returns a boolean mask, true (keep) with probability 1 - p, equal on all devices for equal arguments.
+    """Returns a boolean mask of `shape` on `device`, true (keep) with probability 1 - p, equal on all devices.
 
-    `seed` is () int32, `site` the dropout's number in its layer. Hashes row, column, seed and site with the finalizer
-    of Chris Wellons' lowbias32 (public domain).
+    `seed` is () int32, `site` the dropout's number in its layer. Equal arguments give an equal mask. Hashes row,
+    column, seed and site with the finalizer of Chris Wellons' lowbias32 (public domain).
     """
     columns = torch.arange(shape[-1], device=device, dtype=torch.int32)
     rows = torch.arange(shape.numel() // shape[-1], device=device, dtype=torch.int32)
@@ -137,9 +137,12 @@ _tape: ContextVar[_Tape | None] = ContextVar("tape", default=None)
 
 @contextmanager
 def recording(wanted: bool, known: Sequence[torch.Tensor] | None = None) -> Iterator[list[torch.Tensor]]:
-    """Makes `keep` and `once` append results to the yielded list or, with `known`, return the known results in order.
+    """Makes `keep` and `once` record or replay results while the context is open; yields the list of recorded results.
 
-    Unless `wanted`, both only pass results through, also within an outer recording, and the list stays empty.
+    Args:
+        wanted: False: both only pass results through, also within an outer recording, and the list stays empty.
+        known: None: both append their results to the list. Otherwise, results of an earlier recording, which both
+            return in order, and the list stays empty.
     """
     tape = _Tape([], None if known is None else iter(known))
     token = _tape.set(tape if wanted else None)
@@ -155,9 +158,9 @@ def is_open() -> bool:
 
 
 def keep(computed: torch.Tensor) -> torch.Tensor:
-    """Records `computed` in an open `recording`, and returns it.
+    """Records `computed` in an open `recording`, and returns it; without one or in torch.compile, only returns it.
 
-    A recomputation returns the recorded result instead; its gradient goes to `computed`.
+    A `recording` with known results returns the next known result instead; its gradient goes to `computed`.
     """
     # torch.compile cannot read the context variable. It compiles no loops, and only loops record.
     tape = None if torch.compiler.is_compiling() else _tape.get()
@@ -170,9 +173,9 @@ def keep(computed: torch.Tensor) -> torch.Tensor:
 
 
 def once(count: int, compute: Callable[[], Sequence[torch.Tensor]]) -> Sequence[torch.Tensor]:
-    """Returns the `count` results of `compute`, and records them in an open `recording`.
+    """Returns the `count` results of `compute`, and records them in an open `recording`; without it, only returns them.
 
-    A recomputation returns the recorded results, without computing and without gradients.
+    A `recording` with known results returns the next `count` known results, without computing and without gradients.
     """
     tape = _tape.get()
     if tape is None:
@@ -197,7 +200,7 @@ class _Known(torch.autograd.Function):
 
 
 def keep_products(layer: torch.nn.Module) -> None:
-    """Makes a layer `keep` the results of its linear modules, adapters included, by forward hooks, in place."""
+    """Makes a layer `keep` the results of its linear modules, adapters added, by forward hooks, in place."""
     for child in layer.children():
         if isinstance(child, torch.nn.Linear) or isinstance(getattr(child, "base_layer", None), torch.nn.Linear):
             child.register_forward_hook(_keep_output)
@@ -238,7 +241,8 @@ def recompute(layers: Sequence[torch.nn.Module], keeps: bool) -> None:
 
     Args:
         layers: layers outside of a loop.
-        keeps: whether layers save the same results as a loop with optim.remat=outputs; otherwise only their inputs.
+        keeps: True also saves results of attention kernels and matrix products, as with optim.remat=outputs, except
+            cheap products such as LoRA's second; False saves only the layers' inputs.
     """
     # The random state is only needed if dropout draws from it.
     draws = any(isinstance(part, torch.nn.Dropout) and part.p > 0 for layer in layers for part in layer.modules())
@@ -275,7 +279,7 @@ class _Recomputed(torch.nn.Module):
 
 
 def autocast_now(device_type: str) -> dict[str, Any]:
-    """Returns arguments with which `torch.autocast` restores its state on a device type; disabled for "meta"."""
+    """Returns keyword arguments with which `torch.autocast` restores its state on a device; disabled for "meta"."""
     if device_type == "meta":  # meta has no autocast
         return {"device_type": "cpu", "enabled": False}
     return {

@@ -166,7 +166,7 @@ class _Probe(Placeholders):
 
 
 def decoder_layers(decoder: torch.nn.Module) -> tuple[str, Any]:
-    """Returns the name and value of a decoder's list of layers: its loops, else the list with most modules.
+    """Returns the name and value of a decoder's list of layers: loops or `KeptLayers`, else the list with most modules.
 
     Raises:
         CannotScanError: the decoder has no list of layers.
@@ -187,10 +187,15 @@ Inputs = Callable[[torch.Tensor], dict[str, Any]]
 def call_once(
     decoder: Any, name: str, layers: Placeholders, implementation: str, tokens: int = 2, inputs: Inputs | None = None
 ) -> None:
-    """Calls a decoder on a row of `tokens` ones with other `layers` and attention, without gradients; restores its own.
+    """Calls a decoder on a row of ones with other layers and attention, without gradients; then restores its own.
 
-    `name` is the attribute of its layers, `implementation` the registered attention. An encoder is called with its
-    `inputs` and its own attention.
+    Args:
+        decoder: transformers decoder, or encoder of a tower; its errors are raised unchanged.
+        name: attribute of its list of layers.
+        layers: placeholders that record the calls; the only result.
+        implementation: registered attention; an encoder keeps its own attention.
+        tokens: number of ones, which are ids and positions.
+        inputs: makes the arguments of an encoder from the ones; None for a decoder.
     """
     config, own = decoder.config, (decoder._modules[name], decoder.config._attn_implementation)
     ones = torch.ones(1, tokens, dtype=torch.int64, device=next(decoder.parameters()).device)
@@ -230,7 +235,8 @@ def equal_layers(
         A number per layer, the same for equal layers; and whether layers return pairs (`Placeholders.pairs`).
 
     Raises:
-        CannotScanError: the layers cannot be iterations of a loop. The decoder's own errors are raised unchanged.
+        CannotScanError: the decoder skips layers or calls them out of order, changes the states between two layers, or
+            passes several mappings. The decoder's own errors are raised unchanged.
     """
     probe, numbered = _Probe(layers, pairs=False), _numbered(layers)
     try:
@@ -312,9 +318,9 @@ def kept_after(decoder: torch.nn.Module) -> Sequence[int]:
 
 
 def kept_states(decoder: torch.nn.Module) -> dict[int, torch.Tensor]:
-    """Returns layer, counted from 1 -> its output, for layers of `keep_after`, from the last forward pass.
+    """Returns {layer, counted from 1: its output} for layers of `keep_after`, from the last pass outside of generation.
 
-    Drops these states; {} if they were already taken, or if layers are not loops.
+    The decoder then forgets these states; {} if they were already taken, or if layers are not loops.
     """
     layers = decoder_layers(decoder)[1]
     found: dict[int, torch.Tensor] = getattr(layers, "kept", {})
@@ -324,7 +330,7 @@ def kept_states(decoder: torch.nn.Module) -> dict[int, torch.Tensor]:
 
 
 def stacked_names(model: torch.nn.Module) -> dict[str, list[str]]:
-    """Returns name of a trained stacked parameter -> names of its slices in the model without stacks; {} without."""
+    """Returns {name of a trained stacked parameter: its slices' names in the model without stacks}; {} without."""
     found = {}
     for path, part in model.named_modules():
         if isinstance(part, Placeholders):

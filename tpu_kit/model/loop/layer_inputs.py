@@ -76,9 +76,12 @@ class Visibility(NamedTuple):
         return self.mask_of(self, torch.arange(self.segment_ids.shape[1], device=self.segment_ids.device), looks_ahead)
 
     def mask_of(self, queries: Visibility, places: torch.Tensor, looks_ahead: bool = False) -> torch.Tensor:
-        """Returns the rows (B, 1, Q, S) of `mask`, true if seen, for the visibility and positions (Q,) of Q tokens.
+        """Returns the rows of `mask` for Q tokens: boolean (B, 1, Q, S), true if seen.
 
-        `looks_ahead`: whether `ahead` applies, as in layers with a window; with `everywhere`, it always does.
+        Args:
+            queries: visibility of the Q tokens, (B, Q).
+            places: (Q,) positions of these tokens in the row.
+            looks_ahead: whether `ahead` applies, as in layers with a window; with `everywhere`, it always does.
         """
         assert self.segment_ids is not None and queries.segment_ids is not None, "plain rows have no mask"
         index = torch.arange(self.segment_ids.shape[1], device=self.segment_ids.device)
@@ -146,7 +149,7 @@ def bound(inputs: LayerInputs) -> Iterator[None]:
 
 
 def kept(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wraps a function so that it runs with the inputs that are bound now, at any time and in any thread."""
+    """Returns a function that runs `function`, at any time and in any thread, with the inputs that are bound now."""
     inputs = current()
 
     def run(*args: Any, **kwargs: Any) -> Any:

@@ -93,7 +93,7 @@ class ScannedLayers(Placeholders):
         return self._places
 
     def parts(self) -> dict[str, list[torch.Tensor]]:
-        """Returns name of a stacked tensor in this list -> its layers' CPU tensors; empty without a mesh."""
+        """Returns {name of a stacked tensor in this list: its layers' CPU tensors, in order}; {} without a mesh."""
         return {
             f"runs.{number}.layers.{stack}.{name}": held
             for number, run in enumerate(self.in_order)
@@ -131,7 +131,11 @@ class Run(torch.nn.Module):
     def forward(
         self, hidden: torch.Tensor, calls: list[Call], shared: Mapping[Any, Any]
     ) -> tuple[torch.Tensor, dict[Any, Any]]:
-        """Returns the states after all layers, and the tensors left in the mapping; see `_Block`. Updates a cache."""
+        """Returns the states (B, S, H) after all layers, and {key: tensor} left in the mapping. Updates a cache.
+
+        `hidden` has the states before the layers. `calls` has the arguments of all `count` layers, in order, and the
+        cache. `shared` has the tensors, by key, that earlier runs left in the mapping.
+        """
         block = _Block(self, calls, shared)
         if torch.is_grad_enabled():
             tensors, block.given = tree_flatten((block.constants, block.named))
@@ -471,13 +475,15 @@ class _Scanned(torch.autograd.Function):
 def scan_layers(
     decoder: Any, optim: OptimConfig, device_type: str, inputs: Inputs | None = None
 ) -> ScannedLayers | None:
-    """Makes a decoder run its layers as loops, in place, on XLA, if configured, or if `keep_after` was called.
+    """Makes a decoder run its layers as loops, in place, if the device or the settings need loops.
+
+    Loops are made on XLA unless remat=none, and on all devices with remat=blocks, with scan_layers=on, or after
+    `keep_after`.
 
     Args:
         decoder: see `stack`.
         optim: gives scan_layers, remat and mlp_tile (ignored with remat=outputs). scan_layers=off treats all layers as
-            different. scan_layers=on or remat=blocks makes loops on all devices. Otherwise, remat=none makes no loops,
-            because a loop recomputes.
+            different, in loops of a single iteration. A loop recomputes, even with remat=none.
         device_type: "tpu", "torch-tpu" and "xla-cpu" run on XLA, other types do not.
         inputs: arguments of an encoder; None for a decoder.
 
@@ -504,7 +510,7 @@ def stack(
     decoder: Any, tile: int | None = None, keeps: bool = False, apart: bool = False, inputs: Inputs | None = None,
     blocks: bool = False,
 ) -> ScannedLayers:  # fmt: skip
-    """Makes a decoder run its layers as loops, in place, and stacks their weights on the host.
+    """Makes a decoder run its layers as loops, in place, and stacks weights on the host (on a mesh, `to_mesh` does).
 
     Args:
         decoder: a transformers decoder with the kit's attention and adapters, before its move to a device; may be on
@@ -519,7 +525,7 @@ def stack(
         The new list of layers.
 
     Raises:
-        CannotScanError: the layers cannot run as a loop; the decoder is unchanged.
+        CannotScanError: layers share weights, or from `decoder_layers` or `equal_layers`; the decoder is unchanged.
         ValueError: from `check_blocks`.
     """
     name, layers = decoder_layers(decoder)

@@ -37,7 +37,7 @@ class Loop(NamedTuple):
 
 
 def loops(keys: Sequence[Any]) -> list[Loop]:
-    """Divides layers into loops, in order; `keys`, one per layer, are equal for layers that can share a loop."""
+    """Divides layers into loops, in order, some of one turn; layers with equal `keys` (one per layer) may share one."""
     found, start = [], 0
     for period, turns in spans(keys):
         neighbours = [len(list(group)) for _, group in itertools.groupby(keys[start : start + period])]
@@ -64,7 +64,10 @@ def in_blocks(loops: Sequence[Loop]) -> list[Loop]:
 
 
 def check_blocks(loops: Sequence[Loop]) -> None:
-    """Raises ValueError if optim.remat=blocks would save as many states as optim.remat=full."""
+    """Raises ValueError if optim.remat=blocks would save as many states as optim.remat=full.
+
+    `loops` is a result of the function `loops`. Blocks save no states if, for example, the number of layers is prime.
+    """
     if not any(loop.period > 1 for loop in in_blocks(loops)):
         counts = ", ".join(str(loop.turns) for loop in loops)
         raise ValueError(
@@ -84,7 +87,10 @@ def stacks(loops: Sequence[Loop]) -> Iterator[tuple[str, list[int]]]:
 
 
 def spans(keys: Sequence[Any]) -> list[tuple[int, int]]:
-    """Divides a sequence into runs of equal blocks, with the smallest sum of (period + 1); returns (period, turns)."""
+    """Divides a sequence into runs of equal blocks; returns (period, turns) per run.
+
+    The period is the number of items in a block, and turns the number of blocks. The sum of (period + 1) is smallest.
+    """
     best = [(0, 0, 0)]  # per prefix of the sequence: the smallest sum, and the last run (period, turns)
     for end in range(1, len(keys) + 1):
         least = (best[-1][0] + 2, 1, 1)
