@@ -35,8 +35,10 @@ _PATTERNS = ("model*.safetensors", "pytorch_model*.bin")  # transformers prefers
 def identify(model: ModelConfig) -> Identity | None:
     """Returns the identity of a base model; None for a model of the hub that is neither cached nor reachable.
 
-    Keys: "files" (name -> "bytes" and digests "sampled" or "hub"), and, if known, "repo", "commit", "settings", "rope".
-    Asks the hub, unless `model.revision` is a cached commit.
+    The key "files" maps the name of a weight file to "bytes" and digests: "sampled" of a local file, "hub" of the hub.
+    A model of the hub also has "repo" and "commit". A local config.json, if it can be read, gives "settings" and
+    "rope". Asks the hub, unless the model is a folder or `model.revision` is a cached commit; without an answer, the
+    cache is used.
 
     Raises:
         ValueError: from `source.locate`.
@@ -66,13 +68,17 @@ def identify(model: ModelConfig) -> Identity | None:
 
 
 def pin(model: ModelConfig, began: Identity | None = None) -> tuple[ModelConfig, Identity | None]:
-    """Sets the revision of a hub model to a commit: the commit of `began` if `model.revision` is null.
+    """Sets the revision of a hub model to a commit.
 
-    A branch is pinned to the commit of `began` if its weights have not changed since, otherwise to its newest commit.
-    `began` is the identity at the start of a training; None, or another repository's, means the newest commit.
+    If `model.revision` is null, this is the commit of `began` or, without `began`, the newest commit. If it is set,
+    this is its present commit, or the commit of `began` if the weights have not changed since.
+
+    Args:
+        model: the base model.
+        began: the identity at the start of a training. None, or another repository's identity, counts as absent.
 
     Returns:
-        A copy of the settings (unchanged for a folder or an unknown commit), and the model's identity as in `identify`.
+        A copy of the settings (unchanged for a folder or an unknown commit), and its identity as in `identify`.
 
     Raises:
         ValueError: from `source.locate`.
@@ -91,7 +97,8 @@ def pin(model: ModelConfig, began: Identity | None = None) -> tuple[ModelConfig,
 def differences(began: Identity | None, now: Identity | None) -> list[str]:
     """Returns differences of weight files and rotary positions, as texts; [] for equal commits or unknown weights.
 
-    Files differ if only one identity has them; digests and positions that only one identity has do not differ.
+    A file that only one identity has is a difference; a digest or a rotary position of only one identity is not.
+    Weights are unknown if an identity is None or has no files.
     """
     if not began or not now or not (then := began["files"]) or not (here := now["files"]):
         return []
@@ -117,7 +124,9 @@ def differences(began: Identity | None, now: Identity | None) -> list[str]:
 def other_place(began: Identity | None, now: Identity | None) -> list[str]:
     """Returns differences of a model at another location, or why they are unknown, as texts; empty for equal models.
 
-    Both identities need a common kind of digest, as a folder and its copy have, or the hub's cache and its copy.
+    Returns `differences`, if there are any. Then compares config.json, unless the commits are equal. A file cannot be
+    compared if the identities have no common kind of digest: a folder and its copy have, or the hub's cache and its
+    copy.
     """
     if not began or not now or not began["files"] or not now["files"]:
         return ["their files cannot be compared"]
@@ -158,11 +167,12 @@ def fingerprint(identity: Identity | None) -> str:
 
 
 def base_of_adapter(model: ModelConfig, adapter: Path | None, identity: Identity | None = None) -> ModelConfig:
-    """Returns the base of an adapter, or of a run's whole model, pinned to the hub's commit of the training.
+    """Returns the base of an adapter, or of a run's whole model, pinned to the hub's commit of the training; see `pin`.
 
-    With `model.trust_remote_code`, it is pinned to the newest commit instead, whose weights must be the same.
-    Prints a line to stderr if the folder, for example from another tool, does not identify its base weights. Without an
-    adapter or such a base.json, and with `identity`, returns `model` unchanged.
+    With `model.trust_remote_code`, it is pinned to the newest commit instead, whose weights must be the same. With
+    `identity`, it is not pinned: `model` is returned unchanged. So it is if there is no base.json, as in a folder of
+    another tool; then a line on stderr, once per process, says that the weights are not compared. Nothing is printed or
+    compared if the folder has neither adapter_config.json nor config.json, or if `adapter` is None.
 
     Args:
         model: the base model.
@@ -170,7 +180,7 @@ def base_of_adapter(model: ModelConfig, adapter: Path | None, identity: Identity
         identity: identity of the base, if it is already pinned; None identifies the base.
 
     Raises:
-        ValueError: the folder was trained on other weights, or its base.json is damaged.
+        ValueError: the folder was trained on other weights, or its base.json is damaged; or from `pin`.
     """
     if adapter is None or not any((adapter / name).is_file() for name in ("adapter_config.json", "config.json")):
         return model  # loading reports missing files

@@ -47,12 +47,12 @@ UNDONE_IN_LOADING = ("fp8", "mxfp4", "mxfp8")
 def load_base(
     config: ModelConfig, dtype: torch.dtype | Literal["auto"], settings: PreTrainedConfig | None = None
 ) -> PreTrainedModel:
-    """Loads the causal language model on the CPU with weights in `dtype`, even if they are saved quantized.
+    """Loads the causal language model on the CPU with weights in `dtype`; dequantizes weights that are saved quantized.
 
     Args:
         config: the model.
         dtype: "auto" is the dtype of the files; these weights are memory-mapped and take no memory.
-        settings: result of `read_config`, if the caller has it.
+        settings: result of `read_config`, if the caller has it; it is not changed.
 
     Raises:
         ValueError: the model cannot be read, lacks weights, or has quantized weights that cannot be dequantized here.
@@ -75,7 +75,10 @@ def load_base(
 
 
 def read_model(config: ModelConfig, dtype: torch.dtype | Literal["auto"], /, **options: Any) -> PreTrainedModel:
-    """Calls from_pretrained with `options`, without towers that the run does not use; ValueError as in `load_base`."""
+    """Calls from_pretrained with arguments `options`, without towers that the run does not use; returns the model.
+
+    Sets unused towers in a configuration in `options` to None, in place. Raises ValueError as `load_base` does.
+    """
     from safetensors import SafetensorError
 
     name, settings = locate(config), options.get("config") or read_config(config)
@@ -139,7 +142,8 @@ def load_frozen(config: ModelConfig, settings: PreTrainedConfig | None = None) -
     """Loads the base model of adapters on the CPU in `config.base_dtype`; see `load_base`.
 
     Quantized weights are read from the folder `config.quant_cache`, or written to it if they are not there. null caches
-    nothing. The embedded model, GGUF files, trusted code and files quantized other than by MXFP4 are not cached.
+    nothing. The embedded model, GGUF files, trusted code and files quantized other than by MXFP4 are not cached. Prints
+    whether they are cached. `settings` is only used for floating-point weights.
 
     Raises:
         ValueError: from `load_base`, or the weights cannot be quantized to this dtype.

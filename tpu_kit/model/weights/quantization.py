@@ -67,7 +67,10 @@ class Scheme:
         return "int8" if self.bits == 8 else f"int4 in groups of {self.group}"
 
     def stored(self, outputs: int, inputs: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Returns {"weight": (shape, dtype), "scale": (shape, dtype)} of a layer's buffers."""
+        """Returns {"weight": (shape, dtype), "scale": (shape, dtype)} of a layer's buffers.
+
+        int8 has int8 (O, I) and bf16 (O,); int4 has uint8 (I / 2, O) and bf16 (2, I / group, O), steps and offsets.
+        """
         if self.bits == 8:
             return {"weight": ((outputs, inputs), torch.int8), "scale": ((outputs,), torch.bfloat16)}
         return {
@@ -96,9 +99,10 @@ class Scheme:
         return low | high << 4, scale
 
     def parts(self, weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> list[torch.Tensor]:
-        """Dequantizes integers and scales from `quantize` to [(O, I)] for int8, to halves [(O, I / 2)] * 2 for int4.
+        """Dequantizes integers and scales from `quantize` to `dtype`: [(O, I)] for int8, [(O, I / 2)] * 2 for int4.
 
-        Separate products with the halves need no dequantized copy; joining the halves would make the compiler write it.
+        The halves are the first and the last I / 2 inputs. Separate products with the halves need no dequantized copy;
+        joining the halves would make the compiler write it.
         """
         if self.bits == 8:
             return [weight.to(dtype) * scale.to(dtype)[:, None]]
@@ -208,7 +212,7 @@ class _Product(torch.autograd.Function):
 
 
 def layers_of(model: PreTrainedModel) -> dict[str, torch.nn.Linear]:
-    """Returns a decoder's linear layers that quantization applies to, or has replaced, by their names in the model."""
+    """Returns a decoder's linear layers, without head and routers, to quantize or quantized, by names in the model."""
     text, head, routers = {*model.get_decoder().modules()}, model.get_output_embeddings(), experts.routers_of(model)
     return {
         name: part
@@ -246,7 +250,7 @@ def replace_layers(model: PreTrainedModel, scheme: Scheme) -> None:
 
 
 def places(model: PreTrainedModel) -> dict[str, tuple[torch.nn.Module, list[str]]]:
-    """Returns the weights that quantization applies to: name -> (module, names of integers and scales in it)."""
+    """Returns the weights to quantize or quantized: name -> (module, names of integers and scales in this module)."""
     found: dict[str, tuple[torch.nn.Module, list[str]]] = {
         f"{name}.weight": (layer, ["weight", "scale"]) for name, layer in layers_of(model).items()
     }
@@ -276,7 +280,7 @@ def rounded(scheme: Scheme, weight: torch.Tensor, shaped: Callable[[torch.Tensor
     Args:
         scheme: storage of the weights.
         weight: floats.
-        shaped: converts an expert (1, ...) to (1, O, I); None if no conversion is needed.
+        shaped: converts an expert (1, ...) to (1, O, I); None if no conversion is needed. Ignored for a matrix.
     """
     if weight.ndim == 2:
         return [*scheme.quantize(weight)]
@@ -286,7 +290,7 @@ def rounded(scheme: Scheme, weight: torch.Tensor, shaped: Callable[[torch.Tensor
 
 
 def stacked(count: int, parts: Iterable[tuple[torch.Tensor, ...]]) -> list[torch.Tensor]:
-    """Returns stacks (count, ...) of the tensors of `count` experts, which `parts` makes one at a time."""
+    """Returns stacks (count, ...) of tensors of `count` experts; `parts` yields a tuple of tensors for an expert."""
     found: list[torch.Tensor] = []
     for place, part in enumerate(parts):
         found = found or [tensor.new_empty((count, *tensor.shape)) for tensor in part]

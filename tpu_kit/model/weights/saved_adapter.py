@@ -31,7 +31,10 @@ def _adapter_near(folder: Path) -> str:
 
 
 def read_adapter(folder: Path) -> tuple[Any, dict[str, torch.Tensor]]:
-    """Reads an adapter's `PeftConfig`, and its tensors by their names in the file; ValueError if missing or damaged."""
+    """Returns an adapter's `PeftConfig`, and its CPU tensors by their names in the file.
+
+    Raises ValueError if the folder or a file of `ADAPTER_FILES` is missing or damaged; the text advises a folder.
+    """
     from peft import PeftConfig
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -65,10 +68,11 @@ def attach_adapter(
         folder: folder of the adapter, for messages.
         settings: settings from `read_adapter`.
         tensors: weights from `read_adapter`.
-        name: `model.name` of the base model.
+        name: `model.name` of the base model, for messages.
 
     Raises:
-        ValueError: the adapter belongs to another model.
+        ValueError: the adapter belongs to another model: PEFT refuses it, or a tensor is missing, surplus or of another
+            shape.
     """
     from peft import set_peft_model_state_dict
 

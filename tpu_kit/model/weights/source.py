@@ -40,10 +40,10 @@ def _copied(name: str) -> str:
 
 
 def shipped_shape(model: ModelConfig) -> dict[str, Any] | None:
-    """Returns a model's config.json from assets/shapes.json, of the text model unless `model.images`.
+    """Returns a model's config.json from assets/shapes.json; None if it is not there, is a folder's, or has a revision.
 
-    None if the model is unknown, is a folder, or has a revision. A copy by `MIRRORS` has its original's. In the file,
-    vision models have the rest of their configuration under "with_images".
+    For a vision model, this is the text model's config.json or, with `model.images`, the whole with a "text_config". A
+    copy by `MIRRORS` has its original's.
     """
     found = _shape_named(model)
     if found is None or "with_images" not in found:
@@ -71,8 +71,11 @@ def did_you_mean(name: str) -> str:
 def locate(config: ModelConfig) -> str:
     """Returns the folder of a model, or its hub id; does not ask the hub whether it exists.
 
+    The names "embedded" and "embedded-images" have folders, too. Before a hub id, calls `ask_hub_once`.
+
     Raises:
-        ValueError: the folder does not exist, has no model, or has git-lfs pointers in place of files.
+        ValueError: the name is a path, but the folder does not exist. The folder lacks config.json or the GGUF file, or
+            has git-lfs pointers in place of files.
     """
     if config.name == "embedded":
         from tpu_kit.assets import embedded
@@ -145,7 +148,7 @@ def load_tokenizer(config: ModelConfig, adapter: str | Path | None = None) -> Pr
     """Loads the tokenizer that belongs to the model.
 
     Args:
-        config: the model.
+        config: the model. A GGUF file's own tokenizer is loaded, unless there is a tokenizer_config.json beside it.
         adapter: folder that training wrote. If it has a tokenizer, that is loaded, with the chat template of the
             training, or without a template after training on plain text. A checkpoint has no tokenizer; the model's is
             loaded, and its template is dropped after training on plain text.
@@ -212,8 +215,8 @@ def read_config(config: ModelConfig, needed: bool = False) -> PreTrainedConfig |
     """Reads a model's configuration; None if it cannot be read, which loading then reports.
 
     Raises:
-        ValueError: the model has its own code and `trust_remote_code` is off; transformers lacks its family; the
-            configuration breaks its class's own rules, or is `needed` and cannot be read.
+        ValueError: the model has its own code and `trust_remote_code` is off; transformers lacks its family; or the
+            configuration breaks its class's own rules. With `needed`, also if it cannot be read.
     """
     from transformers import AutoConfig
 
@@ -244,7 +247,7 @@ def leave_out_towers(settings: Any, images: bool = False) -> bool:
 
 @cache
 def modules_left_out(config: ModelConfig) -> tuple[str, ...]:
-    """Returns the sorted names of modules that loading leaves out: image and audio towers that a run does not use."""
+    """Returns sorted paths of modules that loading leaves out, towers that a run does not use; () if there are none."""
     import torch
 
     settings = read_config(config)
@@ -259,7 +262,7 @@ def modules_left_out(config: ModelConfig) -> tuple[str, ...]:
 
 
 def quantized_by(config: ModelConfig) -> str | None:
-    """Returns the quantization method in a model's config.json; None for plain weights.
+    """Returns the quantization method in a model's config.json, such as "mxfp4", or "unknown"; None for plain weights.
 
     None also if config.json cannot be read, which loading then reports.
     """
@@ -337,7 +340,10 @@ def check_positions(length: int, positions: int | None, whose: str = "the model"
 
 
 def token_numbers(config: ModelConfig, lora: LoraConfig) -> list[int]:
-    """Returns the ids of `lora.tokens` in order ([] for null); ValueError for "added", or texts that are no tokens."""
+    """Returns the ids of `lora.tokens` in order, without repetitions; [] for null. Loads the tokenizer.
+
+    Raises ValueError for "added", or for a name that is neither a token nor "id:NUMBER" of a token.
+    """
     if lora.tokens is None:
         return []
     if lora.finds_tokens:

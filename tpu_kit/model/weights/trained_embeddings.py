@@ -31,13 +31,14 @@ def ends_of(model: PreTrainedModel) -> tuple[str, str]:
 def peft_settings(model: PreTrainedModel, lora: LoraConfig, numbers: Sequence[int]) -> dict[str, Any]:
     """Returns arguments of PEFT's `LoraConfig` for trained rows and trained matrices; {} for neither.
 
-    The tokens' rows in an untied output embedding are trained too. Tied embeddings stay tied; PEFT's default would
-    train a copy of one matrix.
+    The keys are trainable_token_indices, {path of an embedding: ids}, and for `lora.full` modules_to_save and
+    ensure_weight_tying. The tokens' rows in an untied output embedding are trained too. Tied embeddings stay tied;
+    PEFT's default would train a copy of one matrix.
 
     Args:
         model: the base model.
         lora: the adapters.
-        numbers: the ids of `lora.tokens`.
+        numbers: the ids of `lora.tokens`; empty for no rows.
     """
     start, end = ends_of(model)
     tied = is_tied(model)
@@ -50,9 +51,10 @@ def peft_settings(model: PreTrainedModel, lora: LoraConfig, numbers: Sequence[in
 
 
 def connect(adapted: torch.nn.Module) -> None:
-    """Makes trained rows of a `PeftModel` run the kit's code, in place, and casts a trained input embedding's output.
+    """Makes trained rows of a `PeftModel` run the kit's code, and casts the output of a trained input matrix, in place.
 
-    Outputs have the dtype of the frozen matrix, which the residual stream needs, even if a matrix is trained in fp32.
+    This output has the dtype of the frozen matrix, which the residual stream needs, even if the copy is trained in
+    fp32.
     """
     base = base_model(adapted)
     for part in (base.get_input_embeddings(), base.get_output_embeddings()):
@@ -98,7 +100,10 @@ def _token_rows() -> type:
 
 
 def described(settings: Mapping[str, Any]) -> list[str]:
-    """Returns texts that describe the adapters of embeddings in an adapter_config.json; [] if there are none."""
+    """Returns texts that describe the adapters of embeddings in a parsed adapter_config.json; [] if there are none.
+
+    These are "trained rows of tokens", "trained copies of NAMES" and "LoRA on NAMES", in this order.
+    """
     targets = settings.get("target_modules") or ()
     names = [one for one in ([] if isinstance(targets, str) else sorted(targets)) if one.split(".")[-1] in EMBEDDINGS]
     found = ["trained rows of tokens"] if settings.get("trainable_token_indices") else []
@@ -108,9 +113,10 @@ def described(settings: Mapping[str, Any]) -> list[str]:
 
 
 def untie(adapted: torch.nn.Module) -> None:
-    """Unties embeddings, in place, if merging would add both embeddings' LoRA to their shared weight.
+    """Gives a tied output embedding its own frozen copy of the weight, in place, if either embedding has LoRA.
 
-    PEFT then notes in the merged model's configuration that its embeddings are not tied.
+    Otherwise, merging would add the LoRA to the shared weight. PEFT then notes in the merged model's configuration that
+    its embeddings are not tied.
     """
     base = base_model(adapted)
     parts = base.get_input_embeddings(), base.get_output_embeddings()
@@ -133,7 +139,7 @@ def names_in_files(params: Iterable[str]) -> dict[str, str]:
 
 
 def tied_names(adapted: Any) -> dict[str, str]:
-    """Returns {first name: second name} in files of a matrix that is trained as both tied embeddings, or {}."""
+    """Returns {input embedding's name: output embedding's name} in files, if both are one trained matrix; else {}."""
     base = base_model(adapted)
     parts = base.get_input_embeddings(), base.get_output_embeddings()
     if not is_tied(adapted) or not all("modules_to_save" in part._modules for part in parts):
