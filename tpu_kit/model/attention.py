@@ -53,9 +53,11 @@ def register() -> None:
 
 
 def register_function(name: str, function: Callable[..., Any]) -> None:
-    """Registers an attention function in transformers by `name`.
+    """Registers an attention function in transformers by `name`, in place of an earlier function of that name.
 
-    Calls also get the bound `Visibility` as keyword `visibility`. transformers makes boolean masks for the function.
+    transformers calls `function(module, query, key, value, mask, **options)`, which returns (output, None). A call also
+    gets the keyword `visibility`, the `Visibility` that is bound in the thread. If transformers makes the mask, it is
+    boolean and never None.
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
@@ -71,7 +73,8 @@ def choose(attention: str, device_type: str) -> str:
     Args:
         attention: "splash", "sdpa" or "auto". "auto" chooses splash on a TPU, and on all devices while this process
             lowers a program for TPU (`traced_program.lowering_for_tpu`); otherwise it chooses sdpa.
-        device_type: "tpu", "torch-tpu", "xla-cpu", "cuda" or "cpu".
+        device_type: "tpu", "torch-tpu", "xla-cpu", "cuda" or "cpu". A TPU is "tpu", or "torch-tpu" without the tests'
+            plugin for the CPU.
 
     Returns:
         The registered name: "tpu_kit_splash" for splash, "tpu_kit" for sdpa.
@@ -114,9 +117,11 @@ def _with_visibility(function: Callable[..., Any], *args: Any, **kwargs: Any) ->
 def bound(implementation: str, visibility: Visibility, additions: tuple[torch.Tensor, ...] = ()) -> Iterator[Any]:
     """Makes layers separate the documents of packed rows while the context is open; yields the model's attention_mask.
 
-    transformers passes a 4-D attention_mask to all layers without changing or reading it. For sdpa, it is the boolean
-    mask (B, 1, S, S). For splash and rows in blocks, it is an unused view (B, 1, 1, S) of the segment ids. If tokens
-    look ahead, sdpa gets a mask for each kind of layer, in a dict that transformers accepts from such models.
+    Binds `LayerInputs` in this thread. The caller passes the mask to the model; transformers passes a 4-D mask to all
+    layers without changing or reading it. For "tpu_kit_splash", and for rows of more than 4,096 tokens except on cuda
+    and meta, the mask is a view (B, 1, 1, S) of the segment ids, which attention does not read. Otherwise it is the
+    boolean mask (B, 1, S, S) of `Visibility.mask`, true for visible keys. If tokens look ahead, it is a dict of two
+    such masks, "full_attention" and "sliding_attention", the second with `looks_ahead`.
 
     Args:
         implementation: a registered name.
@@ -164,10 +169,10 @@ def sdpa_attention(
         query: (B, heads, Q, D).
         key: (B, key-value heads, K, D).
         value: (B, key-value heads, K, D).
-        attention_mask: (B, 1, Q, K), boolean or additive. None, or for rows in blocks the view from `bound`: the mask
-            of `visibility`, or no mask if Q and K differ.
+        attention_mask: (B, 1, Q, K), boolean (true: visible) or additive. If it is None, or the view from `bound`, the
+            mask of `visibility` is used for Q = K; for other Q, a query sees all keys.
         scaling: factor on the scores, default 1 / sqrt(D).
-        dropout: must be 0 while training.
+        dropout: must be 0 while training; ignored in evaluation mode.
         sliding_window: number of keys a query sees, including its own. Applied only if Q = K: with a cache, the slot of
             a key is not its position, so the caller's mask must contain the window.
         softcap: c in c * tanh(scores / c), before the mask.
@@ -177,10 +182,10 @@ def sdpa_attention(
         **kwargs: other arguments of the model.
 
     Returns:
-        The output (B, Q, heads, D), and None in place of the attention weights.
+        The output (B, Q, heads, D) in the dtype of `value`, and None in place of the attention weights.
 
     Raises:
-        ValueError: the model passes an argument that this function does not know, or has dropout in training.
+        ValueError: from `refuse_unknown` for `kwargs`, or from `refuse_dropout`.
     """
     refuse_unknown(kwargs)
     refuse_dropout(module, dropout)
@@ -330,10 +335,10 @@ def _repeat_heads(states: torch.Tensor, heads: int) -> torch.Tensor:
 
 
 def refuse_unknown(kwargs: Mapping[str, Any]) -> None:
-    """Refuses attention arguments of a model that may change the result and are not implemented here; None passes.
+    """Raises ValueError for arguments of a model's attention that may change its result and are not implemented here.
 
-    Raises:
-        ValueError: an argument is unknown; the text names it.
+    `kwargs` maps names to values; the text names all refused arguments. None passes for every name. True passes for
+    is_causal, and any value for names in `_IGNORED`, such as position_ids.
     """
     unknown = [
         f"{name}={value}" if isinstance(value, bool) else name

@@ -51,7 +51,7 @@ class OutputHead(NamedTuple):
         return self._replace(**made)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Computes the logits (..., V), fp32, of last hidden states (..., H)."""
+        """Computes the logits (..., V), fp32 (fp64 from fp64), of last hidden states (..., H), with any adapter."""
         outputs = torch.nn.functional.linear(hidden, self.weight, self.bias)
         if self.down is not None and self.up is not None:
             low = torch.nn.functional.linear(hidden, self.down.to(hidden.dtype))
@@ -67,7 +67,8 @@ class OutputHead(NamedTuple):
 def matrix_of(part: Any) -> Any:
     """Returns the layer that holds the weight of an input or output embedding, without PEFT's wrappers.
 
-    If the whole layer is trained (`modules_to_save`) and adapters are enabled, this is the trained copy.
+    `part` is the embedding as the model holds it. If the whole layer is trained (`modules_to_save`), the result is the
+    trained copy, or the frozen original while adapters are disabled. With trained rows or LoRA, it is the frozen layer.
     """
     inner = part._modules
     if "token_adapter" in inner:
@@ -85,9 +86,10 @@ def is_tied(model: torch.nn.Module) -> bool:
 
 
 def tied_layers(base: PreTrainedModel) -> list[tuple[torch.nn.Module, torch.nn.Module]]:
-    """Returns the (input, output) pairs of layers that are tied: the frozen pair, and the trained copies; or [].
+    """Returns the (input, output) pairs of embedding layers that must share a weight; [] if there are none.
 
-    The model's configuration decides whether the frozen pair is tied, because at present it may not share a weight.
+    `base` has no PEFT wrapper. The first pair has the frozen layers, if `config.tie_word_embeddings` is set; at present
+    they may not share a weight. The next pair has PEFT's trained copies (`modules_to_save`), if they share a weight.
     """
     parts: list[Any] = [base.get_input_embeddings(), base.get_output_embeddings()]
     pairs: list[tuple[torch.nn.Module, torch.nn.Module]] = []
@@ -110,7 +112,10 @@ def embedding_paths(model: torch.nn.Module) -> list[str]:
 
 
 def output_embedding(model: torch.nn.Module) -> OutputHead:
-    """Returns the output head, for `loss.chunked`.
+    """Returns the output head of a model, with or without PEFT's wrapper, for `loss.chunked`.
+
+    Gradients of its tensors reach the model. `down` and `up`, with the adapter's scaling, are LoRA or trained rows;
+    they are None if the adapter is disabled or merged. `scale` and `softcap` come from the text model's configuration.
 
     Raises:
         ValueError: if the head is not a plain linear layer, or has a PEFT adapter with DoRA or a bias.
@@ -159,7 +164,7 @@ def rows_as_adapter(rows: Any, weight: torch.Tensor) -> tuple[torch.Tensor, torc
 def check_vocabulary(ids: int, embeddings: int | None, whose: str = "the model") -> None:
     """Raises ValueError if a tokenizer has more ids than a model has embeddings: XLA silently clamps larger ids.
 
-    `embeddings` None raises nothing; `whose` names the model in the text.
+    `ids` and `embeddings` are their numbers. `embeddings` None raises nothing; `whose` names the model in the text.
     """
     if embeddings is not None and ids > embeddings:
         raise ValueError(

@@ -29,11 +29,13 @@ from tpu_kit.model.sharding import partition
 
 
 def to_device(model: torch.nn.Module, device: torch.device | str) -> torch.nn.Module:
-    """Moves the model to `device`, in place, ties its embeddings again, and returns it.
+    """Moves a model, and its teacher, to a torch device, in place, and returns the model; tied embeddings stay tied.
 
-    On XLA with a mesh of several devices, moves it in shards by `partition.to_mesh`, which may raise ValueError. A move
-    to XLA makes a new parameter per module, so tied embeddings silently become two parameters. This function does not
-    call `tie_weights`, because transformers replaces it process-wide while another replica loads a model.
+    On XLA with a mesh of several devices, `partition.to_mesh` moves the model in shards, and may raise ValueError.
+
+    In other cases, a move to XLA makes a new parameter per module, so tied embeddings would silently become two. So
+    afterwards, output layers get the weights of `tied_layers` again. This function does not call `tie_weights`, because
+    transformers replaces it process-wide while another replica loads a model.
     """
     if active_mesh().size > 1 and torch.device(device).type == "xla":
         return partition.to_mesh(model, stacked_prefixes(model), stacked_parts(model))
@@ -53,7 +55,7 @@ def tensor_specs(model: torch.nn.Module) -> dict[str, Spec]:
 
 
 def cast(model: torch.nn.Module, dtype: torch.dtype) -> None:
-    """Casts a model's floats in place, except buffers that are saved in its files, such as routers' fp32 biases."""
+    """Casts a model's floats in place, except persistent buffers (saved in its files), such as routers' fp32 biases."""
     saved = model.state_dict().keys()
     kept = {name: buffer for name, buffer in model.named_buffers() if name in saved}
     model.to(dtype)
@@ -71,7 +73,7 @@ def hidden_states(model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> 
             document) and prefix_ids; see `Visibility`. A family may read further columns, such as images.
 
     Returns:
-        Last hidden states (B, S, H) in the compute dtype, after the final norm.
+        Last hidden states (B, S, H) in the compute dtype, after the final norm, on the batch's device.
     """
     base = base_model(model)
     ids = batch["input_ids"]
@@ -91,7 +93,10 @@ def compute_dtype(model: torch.nn.Module) -> torch.dtype:
 
 
 def autocast(device_type: str, dtype: torch.dtype) -> contextlib.AbstractContextManager[Any]:
-    """Returns a context of autocast to a 16-bit `dtype`, without a cache of cast weights; for fp32 it does nothing."""
+    """Returns a context of autocast to a 16-bit `dtype`, without a cache of cast weights; for fp32 it does nothing.
+
+    `device_type` is torch's, such as "xla". For fp32, an outer autocast stays in effect.
+    """
     if dtype.itemsize > 2:  # fp32, or fp64 in tests; torch 2.11 would warn about fp64
         return contextlib.nullcontext()
     # All threads share the cache of cast weights. If replicas are threads, cache hits would depend on timing, and the

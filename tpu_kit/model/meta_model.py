@@ -47,7 +47,7 @@ LANES = 128
 
 
 def build(model: ModelConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """Builds a model with its output head, without adapters, from its configuration, under `torch.device("meta")`.
+    """Builds a model with its output head, without weights and adapters; call it under `torch.device("meta")`.
 
     Raises:
         ValueError: the configuration is missing or lacks sizes, or transformers cannot build the model.
@@ -72,7 +72,7 @@ def empty_model(config: TrainConfig) -> PreTrainedModel:
     Its dtype is fp32 with lora.r=0 or base_dtype=fp32, otherwise bf16 or quantized.
 
     Raises:
-        ValueError: like `build`.
+        ValueError: from `build` or, for int8 and int4, from `quantization.replace_layers`.
     """
     dtype = torch.float32 if config.lora.r == 0 or config.model.base_dtype == "fp32" else torch.bfloat16
     model = build(config.model, dtype)
@@ -92,10 +92,12 @@ def derive(model: ModelConfig) -> Shape:
 
 
 def shape_of(model: PreTrainedModel, name: str) -> Shape:
-    """Derives the shape of a model on "meta", which calls the kit's functions from then on; `name` is for messages.
+    """Derives the shape of a model on "meta"; `name` is for messages.
+
+    The model is then in evaluation mode, and calls the kit's functions.
 
     Raises:
-        ValueError: the decoder does not run, or has no list of layers.
+        ValueError: the decoder does not run or has no list of layers, or from `families.connect`.
     """
     decoder: Any = model.eval().get_decoder()
     families.connect(model, frozen=True)
@@ -292,9 +294,10 @@ class Trace(TorchDispatchMode):
         return output
 
     def count(self, result: torch.Tensor, flops: float) -> None:
-        """Adds a product's FLOPs per token to `flops` of the current pass; leaves out a weight's gradient.
+        """Adds the FLOPs per token of a product with the tensor `result` to the attribute `flops` of the current pass.
 
-        A `result` with two axes is a product with a weight, whose forward FLOPs also count as "weights".
+        In the forward pass, a `result` with two axes is a product with a weight, so its FLOPs also count as "weights".
+        In the backward pass, a weight's gradient is left out: two axes, the first not a multiple of `TOKENS`.
         """
         matrix = result.dim() == 2
         if not self.backward:
@@ -311,7 +314,7 @@ class Trace(TorchDispatchMode):
             self.values[number].sources, self.values[number].stored = sources, reads or stored
 
     def place(self, tensor: torch.Tensor) -> int:
-        """Returns the number of a tensor's value; adds a new value, for example of an input, as a value in memory."""
+        """Returns the number of a tensor's value, also for views; adds a new value, such as an input, as in memory."""
         storage = tensor.untyped_storage()._cdata
         if storage not in self.places:
             self.places[storage] = len(self.values)

@@ -27,7 +27,10 @@ def use_attention(model: torch.nn.Module, choice: str, device_type: str) -> str:
 
 
 def prepare_layers(model: torch.nn.Module, config: TrainConfig, device_type: str) -> ScannedLayers | None:
-    """Sets a model's attention, and makes its layers loops, or recompute their activations, as configured.
+    """Sets a model's attention, and makes the layers of its decoder and tower loops, as configured.
+
+    Without loops in the decoder, its layers recompute their activations or, with remat=none, fuse LoRA's products
+    except on cuda.
 
     Args:
         model: from `load_model`; changed in place, before its move to the device.

@@ -20,7 +20,10 @@ import torch
 
 
 def max_positions(config: Any) -> int | None:
-    """Returns the length up to which a text configuration's rotary frequencies are constant; None without a limit."""
+    """Returns the length up to which a text configuration's rotary frequencies are constant; None without a limit.
+
+    This is max_position_embeddings or, if it is smaller, longrope's original_max_position_embeddings.
+    """
     settings = getattr(config, "rope_parameters", None) or {}
     ropes = [one for one in (settings, *settings.values()) if isinstance(one, dict)]  # a dict, or a dict per layer type
     limits = [
@@ -33,10 +36,10 @@ def max_positions(config: Any) -> int | None:
 
 
 def check_length(config: Any, max_length: int) -> None:
-    """Checks that the rotary frequencies are constant in rows of `max_length` tokens.
+    """Raises ValueError if longrope changes the rotary frequencies in rows of `max_length` tokens; see `max_positions`.
 
-    Raises:
-        ValueError: they change within `max_length`. Rows over max_position_embeddings pass; `check_positions` has them.
+    Rows of more than max_position_embeddings pass, because `check_positions` refuses them; so do rows without this
+    limit.
     """
     most, limit = getattr(config, "max_position_embeddings", None), max_positions(config)
     if most is not None and limit is not None and limit < max_length <= most:
@@ -77,8 +80,8 @@ _FUNCTION = "apply_rotary_pos_emb"
 def connect(model: torch.nn.Module, frozen: bool = True) -> None:
     """Makes the layers of a transformers model rotate by halves on XLA; a second call does nothing.
 
-    Replaces the global function of the modules that define the layers, unless it computes something else. `frozen` has
-    no effect.
+    Replaces the global `apply_rotary_pos_emb` of the modules that define the layers, also for other models of the
+    family. It stays if it computes something else than x cos + rotate_half(x) sin. `frozen` has no effect.
     """
     for module in map(sys.modules.__getitem__, {type(part).__module__ for part in model.modules()}):
         own = vars(module).get(_FUNCTION)

@@ -286,7 +286,11 @@ class Shape:
         return sum(len(loop.neighbours) for loop in self.loops)
 
     def mesh_problems(self, mesh: Mesh) -> list[str]:
-        """Returns the reasons why the axes of a mesh cannot shard the model, as texts; [] if they can."""
+        """Returns the reasons why the axes of a mesh cannot shard the model, as texts; [] if they can.
+
+        The model axis must divide the attention and key-value heads. With a context axis, all layers must have
+        attention, and no layer may have a state or experts.
+        """
         found = [text for kind in self.kinds for text in mesh.problems(kind.heads, kind.kv_heads)]
         if mesh.context > 1:
             start, fix = f"launch.mesh: {mesh}: ", "is not supported with an axis that shards tokens; use fsdp instead"
@@ -344,7 +348,8 @@ def undivided(widths: Iterable[tuple[str, int]], group: int) -> list[str]:
 def check_groups(widths: Sequence[tuple[str, int]], group: int) -> None:
     """Raises ValueError if the int4 group size `group` does not divide half of the inputs of every layer.
 
-    `widths` are `Shape.widths`. The text names the layers, and the largest fitting size from 16 to 256, else int8.
+    `widths` are `Shape.widths`. The text names these layers, and advises the largest size from 16 to 256 that fits all
+    layers, or int8 if none fits.
     """
     if wrong := undivided(widths, group):
         fitting = [size for size in (256, 128, 64, 32, 16) if not undivided(widths, size)]
@@ -357,6 +362,8 @@ def check_groups(widths: Sequence[tuple[str, int]], group: int) -> None:
 def check_targets(lora: LoraConfig, paths: Sequence[str], model: str, ends: tuple[str, str]) -> None:
     """Checks `lora.targets`, `lora.full` and `lora.tokens` against the layers of a model; returns at once for lora.r=0.
 
+    A name matches a whole path, or the end of a path after a dot.
+
     Args:
         lora: the adapters.
         paths: paths of the linear layers that may have adapters, with a leading dot.
@@ -364,9 +371,9 @@ def check_targets(lora: LoraConfig, paths: Sequence[str], model: str, ends: tupl
         ends: paths of the input and the output embedding; tied embeddings have two paths, too; "" if absent.
 
     Raises:
-        ValueError: a target matches no linear layer and no embedding, there are no targets, or `lora.full` names no
-            embedding. Or a target is an embedding, and `lora.full`, `lora.tokens` or `lora.dora` is set; or a target is
-            the output embedding, and `lora.dropout` is set.
+        ValueError: a name in `lora.full` is no embedding. A target is an embedding, and `lora.full`, `lora.tokens` or
+            `lora.dora` is set. A target is the output embedding, and `lora.dropout` is not 0. A target is neither a
+            linear layer nor an embedding, unless it is "all-linear". The list of targets is empty.
     """
     if not lora.r:
         return

@@ -54,6 +54,9 @@ def _read_or_derive(path: Path, model: ModelConfig) -> Shape:
 def shape_key(model: ModelConfig) -> str:
     """Hashes a shape's inputs to 32 hex digits: config.json, the code that derives it, and transformers' version.
 
+    Also hashes `model.images` and, for trusted code, the model's name and its folder's code. Downloads an unknown hub
+    model's config.json.
+
     Raises:
         ValueError: config.json is missing or cannot be read.
     """

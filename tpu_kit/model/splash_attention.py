@@ -50,8 +50,8 @@ def splash_attention(
     """Computes attention with the splash kernel; transformers calls it.
 
     Without segment ids (a decode step, a plain forward pass), or if Q and K differ, it falls back to `sdpa_attention`;
-    arguments, result and errors are described there. A mask is used only in a call without segment ids. On a mesh,
-    `spec` shards query, key and value, by default as in training. If not `trains`, the kernel has no gradients.
+    arguments, result and errors are described there. With segment ids, the mask is ignored. On a mesh, `spec` shards
+    query, key and value, by default as in training. If not `trains`, the kernel has no gradients.
     """
     length = query.shape[2]
     if not causal or not (visibility.everywhere or sliding_window is not None):
@@ -92,7 +92,7 @@ def splash_kernel(
         key: (B, key-value heads, S, D).
         value: (B, key-value heads, S, D).
         segment_ids: (B, S) int32.
-        settings: settings of the kernel.
+        settings: settings of the kernel; with `trains`, query, key, value and sinks get gradients.
         *others: optionally, the second tensor of `Visibility.kernel_ids`, (B, S) int32, and sinks (heads,) fp32.
 
     Returns:

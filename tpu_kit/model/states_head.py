@@ -71,8 +71,8 @@ def attach(decoder: torch.nn.Module, folder: Path, hidden_size: int, objective: 
         objective: `optim.objective`. Its module is the only code outside of the kit that may be imported.
 
     Raises:
-        ValueError: a file of the head is missing or damaged, the hidden sizes differ, or `objective` does not name the
-            module of its class.
+        ValueError: a file of the head is missing or damaged, or the hidden sizes differ. The head's class is neither in
+            the kit nor in the module of `objective`, or cannot be imported.
     """
     name = find_head(folder)
     if name is None:

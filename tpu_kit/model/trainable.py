@@ -55,15 +55,16 @@ def load_model(
 
     Args:
         config: the model and its dtype.
-        lora: the adapters; r = 0 trains all weights instead.
+        lora: the adapters; r = 0 trains all weights instead, in fp32.
         seed: seed of the adapters' initial values; the global random state does not change.
         settings: result of `source.read_config`, if the caller has it.
 
     Returns:
         A `PeftModel`, or the plain model if lora.r = 0, in training mode, with the segment-aware attention "tpu_kit".
+        On a mesh, weights with lora.r = 0 still have the dtype of the files; `to_mesh` makes them fp32.
 
     Raises:
-        ValueError: if the model cannot be read, lacks weights, or does not match the LoRA targets.
+        ValueError: from `token_numbers`, `load_frozen` or `load_base`, `adapt`, or `check_head` for an unknown family.
     """
     # On a mesh, trained weights stay memory-mapped in their saved dtype until their shards are made in fp32.
     whole: Any = torch.float32 if active_mesh().size == 1 else "auto"
@@ -84,14 +85,16 @@ def adapt(
         model: the base model, in the dtypes that `causal_lm` describes.
         lora: the adapters; r = 0 trains all weights.
         base_dtype: "fp32" runs matrix products in fp32, others in bf16.
-        seed: seed of the adapters' initial values.
+        seed: seed of the adapters' initial values; the global random state does not change.
         tokens: the ids of `lora.tokens`; None: the first ids, for a model on "meta".
 
     Returns:
         A `PeftModel` with fp32 adapters if lora.r > 0, otherwise `model`; `requires_grad` marks trained parameters.
 
     Raises:
-        ValueError: the LoRA settings do not match the model, or the kit cannot compute its layers or attention.
+        ValueError: from `shape.check_targets`, or a target is only in vision modules. With lora.r=0, the model has
+            weights that text does not use. With `lora.experts`, it has no experts. The kit cannot compute its layers or
+            attention.
     """
     _connect(model, base_dtype, frozen=lora.r > 0)
     adapted: torch.nn.Module = model.requires_grad_(True)
@@ -230,10 +233,12 @@ def _beside_experts(model: PreTrainedModel) -> list[str]:
 
 
 def check_head(model: torch.nn.Module) -> None:
-    """Compares logits from `hidden_states` and `output_embedding` with the model's own logits, on a few tokens.
+    """Compares logits from `hidden_states` and `output_embedding` with the model's own logits, on a few text tokens.
+
+    The model, from `adapt` or `freeze`, is in evaluation mode meanwhile.
 
     Raises:
-        ValueError: the logits differ, because the family changes its logits in an unknown way.
+        ValueError: the logits differ by more than about 2 %, because the family changes its logits in an unknown way.
     """
     base = base_model(model)
     training = model.training
@@ -255,7 +260,10 @@ def check_head(model: torch.nn.Module) -> None:
 
 
 def count_parameters(model: torch.nn.Module) -> ParameterCount:
-    """Counts the parameters, without a teacher's, and notes quantized layers without an adapter."""
+    """Counts the parameters, with quantized weights and without a teacher's.
+
+    `quantized` tells the number and dtype of quantized weights, and layers without an adapter; "" without such layers.
+    """
     quantized = ((name, part) for name, part in model.named_modules() if isinstance(part, QuantizedLinear))
     parts = {name: part for name, part in quantized if not name.startswith("teacher.")}
     count, about = sum(part.count for part in parts.values()) + experts.count_integers(model), ""

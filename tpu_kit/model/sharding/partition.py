@@ -47,7 +47,9 @@ def gathered(spec: Spec) -> Spec:
 def gather_layer(
     tensors: Mapping[str, torch.Tensor], hidden: int, dtype: torch.dtype | None
 ) -> dict[str, torch.Tensor]:
-    """Gathers the tensors of a layer for its products; on a single device or with `in_place`, does not change them.
+    """Returns the tensors of a layer, by name, gathered over the axes of `Mesh.weights` for its products.
+
+    On a single device, or with `xla.sharding.in_place`, returns them unchanged. Tensors without these axes stay, too.
 
     Args:
         tensors: tensors by name in the layer.
@@ -70,7 +72,9 @@ def gather_layer(
 def gathered_early(tensors: Mapping[str, torch.Tensor], alone: bool = True) -> list[list[str]]:
     """Returns names of frozen weights to gather an iteration early, in groups for `gather_alike`; [] without shards.
 
-    These are floating-point weights of a layer's first products, and experts if the layer is `alone` in its iteration.
+    These are floating-point weights of queries, keys and values, in groups of equal shapes. If the layer is `alone` in
+    its iteration, weights of experts are groups of their own. With `in_place`, the result is [], too.
+
     Other layers' integers have a half or a quarter of the bytes, and the compiler hides their gathers anyway. With two
     layers per iteration (gpt-oss-20b in int8, broadcast biases), early gathers of the first layer's experts hide fewer
     bytes: 14.1 of 40.2 GiB instead of 22.1 of 38.6.
@@ -98,11 +102,11 @@ def gather_alike(name: str, tensors: list[torch.Tensor]) -> torch.Tensor:
 
 @contextlib.contextmanager
 def last_product(layer: torch.nn.Module | None, hidden: torch.Tensor) -> Iterator[list[torch.Tensor]]:
-    """Yields a list that gets the input of the layer's last product when it runs, unless that is in a tiled MLP's loop.
+    """Yields a list that gets the detached input of the layer's last product when the layer runs within the context.
 
-    `hidden` has the shape (..., H) of the product's result; without `layer`, the list stays empty. Early gathers for
-    the next iteration depend on this input. Otherwise, the compiler would start them at the beginning of the iteration,
-    before the iteration's own gathers.
+    The list stays empty without `layer`, and for a product in the loop of a tiled MLP. `hidden` has the shape (..., H)
+    of the product's result. Early gathers for the next iteration depend on this input. Otherwise, the compiler would
+    start them at the beginning of the iteration, before the iteration's own gathers.
     """
     found: list[torch.Tensor] = []
 
@@ -130,8 +134,9 @@ def by_rows(tensor: torch.Tensor) -> torch.Tensor:
 def embedding_by_columns(model: Any) -> Iterator[None]:
     """Returns a context in which a trained embedding's output is sharded by columns, and by rows only over "data".
 
-    Otherwise, if rows are sharded over "data" as well, the compiler may make the table's whole gradient on every device
-    (2 GiB in fp32 for an 8B model).
+    Without it, the compiler may make the table's whole gradient on every device if data is above 1 (2 GiB in fp32 for
+    an 8B model). The context does nothing if data is 1, or if the table is frozen or not sharded by columns. `model`
+    has no PEFT wrapper.
     """
     embedding, columns = model.get_input_embeddings(), None
     weight = matrix_of(embedding).weight
@@ -194,8 +199,8 @@ def stack_layers(
     parts.
 
     Returns:
-        On a mesh, where stacks are on "meta": name -> the stack's CPU tensors, which `to_mesh` copies to shards.
-        Otherwise empty.
+        On a mesh of several devices, stacks of CPU tensors are on "meta", and the result is name -> these CPU tensors,
+        in order, which `to_mesh` copies to shards. Otherwise the result is {}.
     """
     kept: dict[str, list[torch.Tensor]] = {}
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # only glibc has it
@@ -282,10 +287,9 @@ def _shared(model: torch.nn.Module) -> set[int]:
 
 
 def check_rules(model: torch.nn.Module, stacks: Iterable[str]) -> list[Placed]:
-    """Returns `sharding_rules.place` of a model on the mesh of this process; `stacks` are prefixes of stacked tensors.
+    """Returns the table of `sharding_rules.place` for a model's parameters and buffers on the mesh of this process.
 
-    Raises:
-        ValueError: from `sharding_rules.place`.
+    `stacks` are prefixes of the names of stacked tensors. Raises ValueError as `place` does.
     """
     prefixes = tuple(stacks)
     named: dict[int, Tensor] = {}
@@ -295,7 +299,7 @@ def check_rules(model: torch.nn.Module, stacks: Iterable[str]) -> list[Placed]:
 
 
 def embedding_of(model: torch.nn.Module) -> Embedding:
-    """Returns the sizes that sharding rules need, for a model and its teacher."""
+    """Returns the sizes that sharding rules need, for a model, and for its teacher if it has one."""
     causal: Any = base_model(model)
     weight = matrix_of(causal.get_input_embeddings()).weight
     hidden = getattr(causal.config.get_text_config(), "hidden_size", weight.shape[1])

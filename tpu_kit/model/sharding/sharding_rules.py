@@ -100,11 +100,12 @@ def is_column(path: str, outputs: int, inputs: int, hidden: int) -> bool:
 
 
 def spec_of(tensor: Tensor, embedding: Embedding, mesh: Mesh) -> Spec:
-    """Returns the spec of a model's tensor on a mesh, without axes that do not divide their dimension.
+    """Returns the spec of a model's tensor on a mesh: for each dimension, also a stack's, mesh axes or None.
 
-    Norms, biases and the leading dimension of a stack stay whole. The first of `mesh.rules` that matches the name takes
-    precedence over the derived spec. If no axis of a derived matrix divides its dimension, as in an output head with an
-    odd vocabulary, both dimensions swap their axes.
+    Axes that do not divide their dimension become None. Norms, biases and the leading dimension of a stack stay whole,
+    without a rule also routers. The first of `mesh.rules` that matches the name takes precedence over the derived spec.
+    If no axis of a derived matrix divides its dimension, as in an output head with an odd vocabulary, both dimensions
+    swap their axes.
 
     Args:
         tensor: the tensor.
@@ -211,11 +212,11 @@ def shown(name: str) -> str:
 def place(mesh: Mesh, tensors: Iterable[Tensor], embedding: Embedding) -> list[Placed]:
     """Returns the table of a model's tensors on a mesh, largest shard first.
 
-    Tensors share a row if name as `shown`, spec and shape are equal.
+    Tensors share a row if name as `shown`, spec and shape are equal; a row sums their bytes.
 
     Raises:
-        ValueError: a user's rule matches no tensor or has more dimensions than a matching tensor; or the mesh
-            shards weights, but not a matrix with more than a thousandth of the parameters.
+        ValueError: a user's rule matches no tensor, or has more dimensions than a matching tensor. The mesh shards
+            weights, but a matrix with more than a thousandth of the parameters would be whole on every device.
     """
     tensors = list(tensors)
     names = list(dict.fromkeys(shown(tensor.name) for tensor in tensors if not is_small(tensor.name)))
