@@ -78,7 +78,11 @@ class ErrorCorrection(StatesHead):
         self.gate = torch.nn.Parameter(torch.zeros(1, dtype=torch.float32))
 
     def forward(self, hidden: torch.Tensor) -> tuple[torch.Tensor, Mixture]:
-        """Returns corrected states, (..., H) in the dtype of `hidden`, and fp32 mixtures of the projected -dL/dh."""
+        """Returns (corrected states, mixtures) for last hidden states h, (..., H), on their device.
+
+        Corrected states are (..., H) in the dtype of `hidden`. The mixtures, in fp32, are the estimated density of
+        -dL/dh in D random projections (`projection`), where L is the negative log-likelihood of the label.
+        """
         states = hidden.float()
         scale = (states.square().mean(-1, keepdim=True) + 1e-6).sqrt()
         features = F.silu(_linear(self.trunk, states / scale))
@@ -113,9 +117,10 @@ class ErrorCorrectionObjective(Objective):
         self._supervised = SupervisedObjective(config.optim)
 
     def attach(self, model: torch.nn.Module, load: Callable[[ModelConfig], Any]) -> None:
-        """Sets `model.objective` to a head that changes nothing before training; does not use `load`.
+        """Sets `model.objective` to an `ErrorCorrection` head that changes nothing before training.
 
-        Its buffer `projection`, random by `optim.seed`, is not saved.
+        Its parameters and its buffer `projection`, (D, H) fp32, are random by `optim.seed`; the global random state
+        does not change. The buffer is not saved. `load` is not used.
         """
         weight = models.output_embedding(model).weight.detach()
         with torch.random.fork_rng(devices=[]):

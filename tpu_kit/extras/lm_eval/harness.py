@@ -32,11 +32,13 @@ def harness_model(
     batch_size: int = 32,
     truncate: bool = False,
 ) -> Any:
-    """Returns an `lm_eval.api.model.LM` that answers with the kit's generator.
+    """Returns an `lm_eval.api.model.LM` that answers with the kit's generator; loads only the tokenizer.
+
+    Every call of the methods for requests (`Requests`) then launches replicas and loads the model.
 
     Args:
-        config: the model, and where it runs.
-        adapter_dir: a run or its adapter; None for the base model.
+        config: the model, the reasoning tags and the launch.
+        adapter_dir: a run or its adapter, a folder or gs://bucket/run; None for the base model.
         batch_size: maximum rows of a batch per replica.
         truncate: whether to cut off the beginning of contexts that are too long; otherwise requests with them raise
             ValueError.
@@ -69,13 +71,17 @@ class Requests:
         self._positions = positions or config.data.max_length
 
     def generate_until(self, requests: Sequence[Any]) -> list[str]:
-        """Returns the answers to the contexts, up to their first stop string ("until"); greedy, 256 tokens by default.
+        """Returns the answer to every context, up to its first stop string.
 
-        Reasoning between the tags of `config.data` is left out, and stop strings do not end it, as with
-        `think_end_token` of lm-eval's own models. A reply that ends within its reasoning has an empty answer.
+        Options are "until" (a stop string or a list), the maximum number of new tokens as "max_gen_toks" or a synonym
+        (256 by default), "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty" and "seed".
+        Without "temperature", or with "do_sample" false, decoding is greedy; "do_sample" true alone means temperature
+        1. Reasoning between the tags of `config.data` is left out, and stop strings do not end it. A reply that ends
+        within its reasoning has the answer "".
 
         Raises:
-            ValueError: the generator lacks an option, or a context is too long and `truncate` is false.
+            ValueError: an option is another or out of range; or a context with the new tokens exceeds the model's
+                positions, and `truncate` is false.
         """
         groups: dict[Sampling, list[int]] = {}
         for number, request in enumerate(requests):
@@ -94,11 +100,12 @@ class Requests:
     def loglikelihood(self, requests: Sequence[Any]) -> list[tuple[float, bool]]:
         """Returns (log-likelihood in nats, whether greedy decoding produces it) for every continuation.
 
-        A blank context is replaced by BOS, or by EOS if the tokenizer has no BOS.
+        White space at the end of a context counts as the beginning of its continuation. A blank context becomes BOS, or
+        EOS if the tokenizer has no BOS.
 
         Raises:
-            ValueError: a continuation is empty or fills the model's positions; or it is too long with its context, and
-                `truncate` is false.
+            ValueError: a continuation has no tokens, or as many as the model has positions; or it is too long with its
+                context, and `truncate` is false.
         """
         rows, lengths = [], []
         for number, request in enumerate(requests):
@@ -121,7 +128,8 @@ class Requests:
     def loglikelihood_rolling(self, requests: Sequence[Any]) -> list[float]:
         """Returns the log-likelihoods of whole texts in nats, in `windows` if they exceed the model's positions.
 
-        The token before a text is BOS, or EOS if the tokenizer has no BOS. An empty text has 0.0.
+        The token before a text is BOS, or EOS if the tokenizer has no BOS. An empty text has 0.0. `truncate` has no
+        effect: all tokens of a text count.
         """
         rows, owners, lengths = [], [], []
         for number, request in enumerate(requests):
@@ -210,8 +218,8 @@ class Requests:
 def windows(row: list[int], width: int) -> Iterable[tuple[list[int], int]]:
     """Yields (window, number of new tokens at its end) for windows of at most `width` tokens that cover a row.
 
-    The row's first token is only context, so a row of one token has no window. Later windows have one token of
-    context; the last has as many as fit.
+    `width` is at least 2. Every token of the row except the first is new in exactly one window, so a row of one token
+    has no window. Before its new tokens a window has one token of context; the last window has as many as fit.
     """
     done = 1
     while done < len(row):

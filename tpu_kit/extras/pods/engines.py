@@ -49,8 +49,13 @@ def _fill(name: str, job: SliceJob, **values: object) -> str:
 def start_script(job: SliceJob, report: str = "", train: str = "exec {}") -> str:
     """Returns the script that every host runs: it installs the tested packages and the kit, and trains.
 
-    `report` has shell lines for its beginning, with which gcloud's script reports the exit code. `train` is shell text
-    in which the training command replaces {}; by default, `exec` replaces the shell, so that SIGTERM reaches the run.
+    The configuration is part of the text. The kit is installed from its repository, at the commit of this installation.
+
+    Args:
+        job: the job.
+        report: shell lines to run first, with a line break before them; gcloud's script stores its exit code with them.
+        train: shell text in which the training command replaces {}. The default `exec` replaces the shell, so that
+            SIGTERM reaches the run.
     """
     pins = (_PACKAGE / "requirements-tpu.txt").read_text().splitlines()
     values = {
@@ -88,7 +93,11 @@ def _revision() -> str:
 
 
 def published() -> str:
-    """Returns a text on the commit of the kit that the hosts install, and on local changes that are not in it."""
+    """Returns a text on the commit of the kit that the hosts install, and on local changes that are not in it.
+
+    In a git checkout it says whether the commit is pushed, and how many tracked files of tpu_kit/ differ from it.
+    Otherwise it is "COMMIT of REPOSITORY", with "main" for an unknown commit.
+    """
     revision = _revision()
     if not (_PACKAGE.parent / ".git").exists() or revision == "main":
         return f"{revision} of {REPOSITORY}"
@@ -138,8 +147,9 @@ def skypilot(job: SliceJob, folder: Path) -> Written:
 def jobset(job: SliceJob, folder: Path) -> Written:
     """Returns a JobSet for a GKE cluster with a node pool of the slice, and commands; Kueue may queue it.
 
-    The result is (texts by file name, commands by purpose): jobset.yaml, and secrets.env if the job has secrets.
-    `folder` is only the files' place in the commands.
+    The result is (texts by file name, shell texts by purpose). The files are "jobset.yaml" and, if the job has secrets,
+    "secrets.env" with their names. The purposes are "secrets" (only with secrets; run it first), "launch", "watch",
+    "logs" and "end". The commands expect the files in `folder`.
     """
     selector = '\n              cloud.google.com/gke-spot: "true"' if job.spot else ""
     selector += f"\n              topology.kubernetes.io/zone: {job.zone}" if job.zone else ""
@@ -163,8 +173,9 @@ def jobset(job: SliceJob, folder: Path) -> Written:
 def xpk(job: SliceJob, folder: Path) -> Written:
     """Returns a start-up script, which xpk's own JobSet runs as a single line, and commands.
 
-    The result is (texts by file name, commands by purpose): start.sh, and secrets.env if the job has secrets. `folder`
-    is only the files' place in the commands.
+    The result is (texts by file name, shell texts by purpose). The files are "start.sh" and, if the job has secrets,
+    "secrets.env" with their names. The purposes are "cluster" (in which the user writes the cluster's name), "launch",
+    "watch", "logs" and "end". The commands expect the files in `folder`.
     """
     of_cluster = f'--cluster "$CLUSTER" --zone {job.zone}'
     script = f"$(base64 < {_quoted(folder, 'start.sh')} | tr -d '\\n')"
@@ -188,7 +199,9 @@ def xpk(job: SliceJob, folder: Path) -> Written:
 def gcloud(job: SliceJob, folder: Path) -> Written:
     """Returns start.sh for TPU VMs, which reports exit codes, launch.sh, which replaces a lost slice, and commands.
 
-    The result is (texts by file name, commands by purpose); `folder` is only the files' place in the commands.
+    The result is (texts by file name, shell texts by purpose). The purposes are "store NAME" for every secret, which
+    stores its value in Google's Secret Manager, "launch", "watch", "logs" and "end". The launch command expects both
+    files in `folder`. Exit codes of hosts are written to exit-codes/ in the run's bucket folder.
     """
     at, resource = f"{job.name} --zone={job.zone}", "gcloud compute tpus queued-resources"
     codes = f"{job.config.remote}/exit-codes"

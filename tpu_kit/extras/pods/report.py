@@ -13,8 +13,9 @@ from tpu_kit.machine.storage.atomic import write_text
 def write(job: SliceJob, engine: str, folder: Path) -> str:
     """Writes a checked job's files and commands.txt to a folder, which is created if missing; starts nothing.
 
-    `engine` is a name in `ENGINES`. Files of the same names are replaced. Returns the text that `python -m tpu_kit pod`
-    prints; raises ValueError if a file cannot be written.
+    `engine` is a name in `ENGINES`. Files of the same names are replaced. commands.txt has a line per command: its
+    purpose and its text. Returns the text that `python -m tpu_kit pod` prints: the slice, estimates of price, hours
+    and memory, the kit's commit, the files, and the commands. Raises ValueError if a file cannot be written.
     """
     files, commands = ENGINES[engine](job, folder)
     width = max(map(len, commands)) + 2

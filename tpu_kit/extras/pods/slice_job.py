@@ -85,12 +85,22 @@ def check_job(
 ) -> SliceJob:
     """Checks that an engine of `ENGINES` can run a configuration on a slice such as "v4-32"; returns the job.
 
-    A `zone` of None is the engine's choice, but "xpk" and "gcloud" need a zone. An `image` of None is the engine's
-    default; only "jobset" and "xpk" take another image. `spot` asks for Spot capacity. Secrets are the variables of
-    `SECRETS` that are set in the environment.
+    Its `secrets` are the variables of `SECRETS` that are set in the environment, and its `config` is
+    `as_trained(config)`.
+
+    Args:
+        config: the run, with its `output_dir` in gs://.
+        slice_name: the slice, with one host or several; "xpk" needs several.
+        engine: a name in `ENGINES`; not checked.
+        zone: None is the engine's choice, but "xpk" and "gcloud" need a zone.
+        image: None is the engine's default; only "jobset" and "xpk" take another image.
+        spot: whether to ask for Spot capacity.
 
     Raises:
-        ConfigError: with all problems, their values and fixes.
+        ConfigError: the run's name does not suit engines, the run may not resume, its command runs on one host only, or
+            its device is no TPU. Or it needs files or modules of this machine, or WANDB_API_KEY, which is not set. Or
+            slice, zone or image are unknown or not offered, or `slice_problems` has a text. It has all problems, but an
+            unknown slice ends the check.
     """
     config = as_trained(config)
     problems = [*_run_problems(config), *_place_problems(config, in_own_image=image is not None and engine in _ON_GKE)]

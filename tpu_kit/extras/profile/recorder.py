@@ -65,12 +65,13 @@ def window(steps: int) -> int:
 
 
 def record(config: TrainConfig, plan: RunPlan | None = None, data: MappedData | None = None) -> None:
-    """Runs `optim.max_steps` updates without checkpoints and evaluations, and traces the steps in the middle.
+    """Runs `optim.max_steps` updates in this replica, without checkpoints and evaluations, and traces middle steps.
 
-    Every replica writes recording-RANK.json to the output folder; rank 0 also writes the trace.
+    Every replica writes recording-RANK.json, a `Recording`, to the output folder. Rank 0 also writes config.yaml and
+    the trace: trace.json, or on XLA a file *.xplane.pb in a subfolder. A run that ends early leaves `steps` 0.
 
     Args:
-        config: the run; its `optim.max_steps` must be a result of `window`.
+        config: the run; its `optim.max_steps` must be `window(N)`, which traces N steps.
         plan: the plan of the launching process; None plans here.
         data: the data that this process prepared; None prepares it here.
 

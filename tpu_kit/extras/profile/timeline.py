@@ -76,10 +76,11 @@ class Trace:
     window: Span
 
     def split(self) -> dict[str, float]:
-        """Returns the seconds of a step by the names of `BUCKETS`, as the mean over devices.
+        """Returns the seconds of a step by the names of `BUCKETS`, as the mean over steps and devices; some may be 0.
 
-        While a device computes, the time counts as device compute; while it only communicates, as exposed collectives.
-        The rest counts by the phase of the host, or as unexplained.
+        While a device computes, the time counts as "device compute". While it only communicates, the time counts as
+        "exposed collectives". The rest counts by the phase of the host: "input wait", "host tracing" or "host code".
+        Time outside of all phases is "unexplained".
         """
         devices = sorted({one.device for one in self.events if one.device}) or [""]
         spent = np.zeros(len(BUCKETS))
@@ -104,7 +105,10 @@ class Trace:
 
 
 def read_trace(folder: Path, steps: int) -> Trace:
-    """Reads the first complete steps, at most `steps`, of the trace in a folder of `recorder.record`.
+    """Reads the first complete steps of the trace that `recorder.record` wrote to a folder or its subfolders.
+
+    The result has at most `steps` steps, and at least one. A step is complete if its first and last phase were traced.
+    The last *.xplane.pb by path is read, or trace.json if there is none.
 
     Raises:
         ValueError: the trace is missing, cut short or of another version, or has no complete step.

@@ -92,8 +92,8 @@ class SearchResult:
     def to_dict(self) -> dict[str, Any]:
         """Returns "answer", "tokens", "nodes", "stopped" and "tree" for JSON.
 
-        A step of the tree has "text", "score", "chosen" (whether it is in the best chain), "answer" (or None) and the
-        next "steps".
+        "tree" is the root, whose text is the question. The root and every step have "text", "score", "chosen" (whether
+        it is in the best chain), "answer" (or None) and "steps", the list of next steps.
         """
         path = {id(step) for step in self.best.chain}
 
