@@ -138,12 +138,13 @@ _CHAT_BLOCK = 4  # tokens printed at a time
 
 
 def as_asked(prompts: Sequence[Prompt], chat: bool | None) -> list[Prompt]:
-    """Returns the prompts: texts as chats if `chat` is true, chats as texts if it is False, all others unchanged.
+    """Returns a new list of the prompts, in the form in which they are asked.
 
-    Chats with pictures become copies with the bytes of the pictures.
+    If `chat` is true, every text becomes a chat of one user turn. If it is False, every chat becomes its text. If it is
+    None, neither changes. Chats with pictures become copies with the bytes of the pictures. Token ids do not change.
 
     Raises:
-        ValueError: a mapping has no messages, a picture cannot be read, or `chat` is False and a chat has pictures,
+        ValueError: a mapping has no messages, or a picture cannot be read. Or `chat` is False, and a chat has pictures,
             tools or other messages than one user turn. The text has the number of the prompt, from 0.
     """
     made: list[Prompt] = []
@@ -283,13 +284,17 @@ def answer(
 ) -> Answers:
     """Loads the model as `generate`, completes the prompts of `asks`, and rates `rows` of token ids (`Generator.rate`).
 
+    The replicas of `config.launch` share the work; a single replica runs if no entry has more than one prompt and
+    `rows` has at most one row. For more than one completion, a bar on stderr shows the progress.
+
     Args:
         config: the model, the reasoning tags, the system prompt and the launch.
         asks: prompts with their options; may be empty.
         rows: rows of token ids; may be empty.
         adapter_dir: a run or its adapter, a folder or gs://bucket/run; None for the base model.
-        batch_size: the maximum number of rows in a batch of one replica.
-        chat: whether to use the chat template. True: also for texts. False: never. None: for chats only.
+        batch_size: the maximum number of rows in a batch of one replica; n if that is more.
+        chat: whether to use the chat template. True: also for texts, with the base model's if the adapter has none.
+            False: never. None: for chats only; without a template, as False.
 
     Raises:
         ValueError: an entry of `asks` has no prompts; or as in `generate` and `Generator.rate`.
@@ -374,7 +379,15 @@ def launch_with_adapter(
     """Launches `fn(config, adapter=FOLDER or None, **arguments)`; returns the result of the first replica.
 
     `fn` runs once if `launch.mesh` is set, otherwise in every replica. In its `config`, the adapter's own base is the
-    model. An adapter in an object store is first copied. `launch` shows the name of the function `public`.
+    model.
+
+    Args:
+        fn: the function, with a picklable result, as in `launch`.
+        public: a function whose name `launch` shows instead of the name of `fn`.
+        config: the run.
+        adapter_dir: a run, its adapter or a checkpoint. FOLDER is the local folder of its adapter, or a temporary copy
+            of an adapter in gs://. None for the base model.
+        **arguments: further arguments of `fn`.
 
     Raises:
         ConfigError: the mesh cannot shard the model.
@@ -402,9 +415,11 @@ def generator_for(
     batch_size: int,
     room: int = 0,
 ) -> Generator:
-    """Makes this replica's generator, whose `max_prompt` is the longest prompt plus `room` tokens.
+    """Makes a generator for the runtime of the calling replica.
 
-    It is at most the number of the model's positions. `batch_size` is the number of rows in a batch.
+    Its `max_prompt` is the length of the longest prompt plus `room` tokens, or the number of the model's positions if
+    that is less. `config.data`, `max_new_tokens` and `batch_size` are arguments of `Generator`. Raises ValueError as
+    `Generator`, and as `PromptCodec.encode` for a prompt.
     """
     codec = PromptCodec(tokenizer, base_model(model), config.data)
     longest = max((len(codec.encode(prompt)) for prompt in prompts), default=1) + room

@@ -28,7 +28,7 @@ def weights_in_place(model: torch.nn.Module, stacks: Iterable[str]) -> Iterator[
 
     Args:
         model: a model whose weights are on the active mesh.
-        stacks: prefixes of the names of stacked tensors, from `layer_calls.stacked_prefixes`; none without stacks.
+        stacks: prefixes of the names of stacked tensors, from `layer_calls.stacked_prefixes`; empty without stacks.
     """
     if active_mesh().size == 1:
         yield

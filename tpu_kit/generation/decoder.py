@@ -96,9 +96,9 @@ def cache_slots(longest_prompt: int, max_new_tokens: int, block: int = BLOCK) ->
 
 
 def filled(rows: Sequence[Sequence[int]], width: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Pads rows of at most `width` ids with 0 at the end, and adds empty rows up to `count`.
+    """Pads rows of at most `width` ids with 0 at the end, and adds rows of zeros up to `count` rows.
 
-    Returns ids (count, width) int64 and lengths without padding (count,) int64.
+    Returns, on the host, ids (count, width) int64 and lengths without padding (count,) int64, 0 for an added row.
     """
     ids, lengths = torch.zeros(count, width, dtype=torch.int64), torch.zeros(count, dtype=torch.int64)
     for place, row in enumerate(rows):
@@ -122,17 +122,19 @@ def choose(
     occurred: torch.Tensor | None = None,
     scores: torch.Tensor | None = None,
 ) -> Choice:
-    """Chooses a token for each row, on the device.
+    """Chooses a token for each row; all tensors are on the device.
 
-    The options are inputs of the program, not constants, so a new temperature does not recompile it.
+    The options are inputs of the program, not constants, so a new temperature does not recompile it. Log-probabilities
+    are from `logits`, not from `scores`.
 
     Args:
         logits: (B, V) fp32.
         uniform: (B,) fp32 random numbers in [0, 1); "greedy" does not read them.
         knobs: (6,) fp32 from `Sampling.knobs`.
-        kind: `Sampling.kind`; every kind compiles its own program.
+        kind: `Sampling.kind`: "greedy" takes the likeliest token, "plain" draws from all tokens, "filtered" draws after
+            top_k, top_p and min_p. Every kind compiles its own program.
         occurred: (B, V) fp32, 1 for tokens that have already occurred; None without a repetition penalty.
-        scores: (B, V) fp32, the logits after `GenerationRules.apply`; None without rules.
+        scores: (B, V) fp32, the logits after `GenerationRules.apply`; None without rules, to choose by `logits`.
     """
     temperature, top_k, top_p, min_p, penalty, own = knobs.unbind()
     scores = logits if scores is None else scores
@@ -242,12 +244,12 @@ class Decoder:
     # ------------------------------------------------------------------------------------------------------- prefill
 
     def prefill(self, batch: Batch, samples: int, steps: int, rows: int | None = None) -> Cache:
-        """Returns a cache filled with the prompts, B * samples rows, with room for `steps` more tokens.
+        """Returns a cache on the device with the prompts, except their last tokens, and room for `steps` more tokens.
 
-        The `samples` rows of a prompt are adjacent. The next call may overwrite the cache.
+        It has B * samples rows; the `samples` rows of a prompt are adjacent. The next `prefill` may overwrite it.
 
         Args:
-            batch: the B prompts.
+            batch: the B prompts, on the host.
             samples: samples per prompt.
             steps: tokens that follow; on XLA, the prompts' width P + steps must be at most the Decoder's `slots`.
             rows: prompts in one prefill, a divisor of B; None means all.
@@ -319,11 +321,11 @@ class Decoder:
         """Sends the inputs of the decode steps to the device; returns the state for `decode`.
 
         Args:
-            batch: the prompts.
+            batch: the B prompts, on the host, as given to `prefill`.
             samples: samples per prompt.
-            ended: whether a row is padding, for B * samples rows.
-            uniforms: (steps, rows) fp32, from `Sampling.uniforms`.
-            sampling: the options; None in an option has no effect.
+            ended: B * samples booleans; True for a row that is padding, for which `decode` returns only -1 and 0.
+            uniforms: (steps, rows) fp32 on the host, from `Sampling.uniforms`, for all steps of the reply.
+            sampling: the options; None in an option has no effect. `max_new_tokens` and `stop` are not read.
             rules: from the model's generation config; ValueError if a bias is for a token outside of the vocabulary.
         """
         width = batch.ids.shape[1]
@@ -350,11 +352,14 @@ class Decoder:
         return occurred[:, :-1].repeat_interleave(samples, 0)
 
     def decode(self, state: State, cache: Cache, steps: int) -> torch.Tensor:
-        """Runs a block of decode steps; changes `state` and `cache`.
+        """Runs a block of decode steps, and changes `state` (of `begin`) and `cache` (of `prefill`).
+
+        `steps` is the number of steps. On XLA it has no effect: there are always `block` steps. On the CPU there are
+        fewer steps if all rows end.
 
         Returns:
-            (2, steps, rows) fp32 on the host: token ids, and log-probabilities in nats; -1 and 0 after the token that
-            ends a row. On XLA there are always `block` steps. On the CPU there are fewer if all rows end.
+            (2, steps, rows) fp32 on the host: first the token ids, then their log-probabilities in nats. After the
+            token that ends a row, its ids are -1 and its log-probabilities 0.
         """
         if self._rt.has_programs:
             return self._decode_program(state, cache)
@@ -497,7 +502,8 @@ class Decoder:
     def prompt_cache(self, rows: int, slots: int = 0) -> Cache:
         """Returns the cache of the last call, as it is, if it has these rows and slots; else a new cache of zeros.
 
-        On XLA, `slots` is always the Decoder's. On a mesh, a line about a new cache is printed.
+        The cache is on the device. On XLA, the argument `slots` has no effect: the Decoder's `slots` replaces it. On a
+        mesh, a line about a new cache is printed.
         """
         slots = self._slots if self._rt.has_programs else slots
         if self._prompt_cache is not None and self._prompt_cache.rows_and_slots == (rows, slots):

@@ -51,7 +51,8 @@ class GenerationRules:
     def of(cls, config: Any) -> GenerationRules:
         """Reads the rules of a `GenerationConfig` of transformers; ignores settings that are no rule of this class.
 
-        Forbidden tokens and sequences become biases of -inf.
+        `sequence_bias` gives `biases`; `bad_words_ids` and `suppress_tokens` give biases of -inf. The other rules are
+        begin_suppress_tokens, no_repeat_ngram_size, min_length and min_new_tokens.
 
         Raises:
             ValueError: transformers does not accept a setting.
@@ -81,6 +82,10 @@ class GenerationRules:
 
     def tensors(self, vocabulary: int, ends: torch.Tensor) -> list[torch.Tensor]:
         """Returns the tensors of the rules for `apply`, on the host.
+
+        First is (3, V) fp32: the biases of single tokens, -inf for `first`, and -inf for `ends`. Then (2,) int64:
+        min_length and min_new_tokens. Then, for every length L of longer sequences in `biases`, ids (S, L) int64 and
+        biases (S,) fp32.
 
         Args:
             vocabulary: the model's vocabulary size V.
@@ -115,7 +120,7 @@ class GenerationRules:
         self, logits: torch.Tensor, step: torch.Tensor, position: torch.Tensor, said: torch.Tensor | None,
         tensors: list[torch.Tensor],
     ) -> torch.Tensor:  # fmt: skip
-        """Returns the logits with the rules applied, on the device.
+        """Returns new logits, (B, V) fp32, with the rules applied; all tensors are on the device.
 
         Args:
             logits: (B, V) fp32.
@@ -218,9 +223,11 @@ class ModelDefaults:
                    *different)  # fmt: skip
 
     def fill(self, sampling: Sampling) -> Sampling:
-        """Returns options with the model's values for None and with its stop texts added.
+        """Returns a copy of options with values for None, and with the model's stop texts after its own.
 
-        If the model sets no value, or `sampling.model_defaults` is false, None becomes a neutral value.
+        None in repetition_penalty, top_k, top_p or min_p becomes the model's value, or if the model sets none, the
+        neutral value (1, 0, 1, 0). If `sampling.model_defaults` is false, None becomes the neutral value, and no stop
+        text is added.
         """
         options = self.options if sampling.model_defaults else {}
         found: dict[str, Any] = {
@@ -230,7 +237,11 @@ class ModelDefaults:
         return replace(sampling, **found, stop=(*sampling.stop, *stop))
 
     def describe(self, sampling: Sampling) -> str:
-        """Returns a line that names the settings applied and not applied to `sampling`; empty if there are none."""
+        """Returns a line that names the model's settings applied and not applied to `sampling`; "" if there are none.
+
+        It leaves out settings that `sampling` overrides, and settings of sampling if `sampling` is greedy. If
+        `sampling.model_defaults` is false, it says that `applied` are not applied; "" if there are none.
+        """
         config = "decoding         the model's generation_config"
         if not sampling.model_defaults:
             text = f"{config} ({_shown(self.applied)}) is not applied: samples are from the model's own distribution"

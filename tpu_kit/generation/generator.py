@@ -136,15 +136,18 @@ class Generator:
     ) -> dict[tuple[int, int], Completion]:
         """Completes this replica's share of the prompts; all replicas must call it with the same arguments.
 
+        Rank 0 tells on stderr, once, which settings of the model's generation config apply.
+
         Args:
             prompts: texts, chats (lists of messages) or lists of token ids, which may carry pictures.
             sampling: how tokens are chosen.
             n: samples per prompt.
-            truncate: whether to cut off the beginning of a prompt that is too long; otherwise it is an error.
+            truncate: whether to cut off the beginning of a prompt that is too long. Without it, or if the prompt
+                carries pictures, a prompt that is too long is an error.
             progress: called after each block with the number of completions that this replica has finished.
-            replica: (rank, number of replicas); the runtime's by default.
-            stop: called before each batch and after each block; if it returns True, on XLA:CPU in any replica, the
-                current batch and the rest are abandoned.
+            replica: (rank, number of replicas), (0, 1) for all prompts; None is the runtime's.
+            stop: called before each batch and after each block. If it returns True, the current batch and the rest are
+                abandoned; on XLA:CPU they are abandoned if it returns True in any replica.
 
         Returns:
             Completions of this replica by (number of the prompt, number of the sample), from 0; abandoned completions
@@ -179,11 +182,11 @@ class Generator:
         return completions
 
     def stream(self, prompt: Prompt, sampling: Sampling | None = None, truncate: bool = False) -> Iterator[str]:
-        """Completes one prompt and yields its text in pieces, at most one per block.
+        """Completes one prompt and yields its text in pieces, at most one per block; joined they are `Completion.text`.
 
         To print them: `for piece in generator.stream(...): print(piece, end="", flush=True)`. Arguments are as in
-        `generate`: greedy by default, and `truncate` cuts off the beginning of a prompt that is too long. The errors of
-        `generate` are raised at the first piece.
+        `generate`: a `sampling` of None is greedy, and `truncate` cuts off the beginning of a prompt that is too long.
+        The errors of `generate` are raised at the first piece.
         """
         sampling = self._filled(sampling or Sampling(self._limits[1]))
         (ids,) = self._encode([prompt], sampling, truncate)
@@ -202,10 +205,11 @@ class Generator:
 
         Args:
             rows: token ids, which may carry pictures.
-            share: whether to rate only this replica's share; then all replicas must call it with the same rows.
+            share: True: rates only this replica's share, and all replicas must call it with the same rows. False: rates
+                all rows here.
 
         Raises:
-            ValueError: a row has fewer than two tokens, or more than the model has positions.
+            ValueError: a row has fewer than two tokens, or more than the model has positions; or as in `Decoder.score`.
         """
         for number, length in enumerate(map(len, rows)):
             if not 2 <= length <= self._positions:

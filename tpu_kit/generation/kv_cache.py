@@ -119,9 +119,11 @@ class Cache(LayerCache):
                         else self._place)  # fmt: skip
 
     def update(self, key: torch.Tensor, value: torch.Tensor, layer: int, *_: Any, **__: Any) -> Any:
-        """Stores keys and values (B, heads, n, D), or records their shapes without stacks; called by the layers.
+        """Stores a layer's keys and values, (B, heads, n, D), or if `stacks` is empty, records their shapes.
 
-        Returns keys and values to attend to: in a prefill the given tensors, in a decode step the whole buffers.
+        The layers call it. `layer` is the layer's number, in a loop the first layer's; other arguments are ignored.
+        Returns the keys and values to attend to. In a prefill, or without stacks, they are the given tensors. In a
+        decode step they are the whole buffers, (B, heads, slots, D), in a loop on XLA with `heads_beside` side by side.
         """
         count = heads_beside(key, value) if self._count > 1 else 1
         new = {"keys": side_by_side(key, count), "values": side_by_side(value, count)}
@@ -139,7 +141,8 @@ class Cache(LayerCache):
     def update_conv_state(self, new: torch.Tensor, layer: int, conv_kernel_size: int) -> torch.Tensor:
         """Stores the last inputs of a convolution; returns its inputs (B, D, n), which end in `new` (B, D, S).
 
-        In a prefill they are `new` itself; in a decode step, the conv_kernel_size - 1 earlier inputs come before it.
+        In a prefill they are `new` itself. In a decode step, the conv_kernel_size - 1 earlier inputs come before `new`.
+        If `stacks` is empty, it records the shape and returns `new`.
         """
         past, rows = conv_kernel_size - 1, new.transpose(1, 2)[:, None]
         if not self.stacks:
@@ -169,7 +172,7 @@ class Cache(LayerCache):
         self._states[layer_idx] = state
 
     def store_states(self) -> None:
-        """Writes the states of the layers to the stacks, after the layers have run; without stacks, records shapes."""
+        """Writes recurrent states to `stacks`, after the layers have run; if `stacks` is empty, records the shapes."""
         for layer, state in self._states.items():
             if self.stacks:
                 self._write(layer, "state", state)
@@ -179,7 +182,10 @@ class Cache(LayerCache):
         self._states.clear()
 
     def mask(self, window: int | None) -> torch.Tensor:
-        """Returns the boolean mask (B, 1, 1, slots) of a decode step, true for seen keys; `window` None: no window."""
+        """Returns the boolean mask (B, 1, 1, slots) of a decode step, on the device, true for keys that are seen.
+
+        `window` is the number of keys that a query sees, its own included; None: all keys of its row so far.
+        """
         if window not in self._masks:
             assert self.step is not None, "a prefill is causal"
             lengths, width, step = self.step.lengths[:, None], self.step.width, self.step.step

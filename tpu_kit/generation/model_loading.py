@@ -32,10 +32,20 @@ def load_here(
 ) -> tuple[torch.nn.Module, Any]:
     """Loads the model and its tokenizer; returns (model on the replica's device, tokenizer).
 
-    `adapter` is the folder of an adapter; None for the base model. An adapter that was trained on plain text has no
-    chat template. If `chat` is true, the base model's template (or ChatML if it has none) is used instead. Otherwise,
-    if `prompts` have a chat, rank 0 tells on stderr that prompts are asked as plain text. Raises ValueError as
-    `load_for_generation` and `check_generation`.
+    The tokenizer is the adapter's, or else the base model's. An adapter that was trained on plain text has no chat
+    template.
+
+    Args:
+        config: the base model and the objective.
+        adapter: the local folder of an adapter; None for the base model.
+        rt: the replica's runtime.
+        chat: True: a tokenizer without a template gets the base model's, or ChatML if that has none. False and None
+            change nothing.
+        prompts: the prompts to ask. If they have a chat, and the tokenizer has no template, rank 0 tells on stderr that
+            they are asked as plain text.
+
+    Raises:
+        ValueError: as in `load_for_generation` and `check_generation`.
     """
     model, tokenizer = runtime.load_once(rt, lambda: _read(config, adapter, rt))
     if chat and not tokenizer.chat_template:
@@ -76,8 +86,9 @@ def load_for_generation(
     Args:
         config: the base model. Its weights are rounded to `base_dtype`, int8 and int4 included, as in training. On the
             CPU, models of up to 1e9 parameters then compute in fp32, which is faster there.
-        adapter_dir: the result of a run: a PEFT adapter, or a whole model (lora.r = 0), which replaces the base, on the
-            CPU without rounding. None for the base model. A head of the run's objective in it corrects hidden states.
+        adapter_dir: the local folder of a run's result, such as runs/NAME/adapter, not the run's folder. It has a PEFT
+            adapter, or a whole model (lora.r = 0), which replaces the base, on the CPU without rounding. A head of the
+            run's objective in it corrects hidden states. None for the base model.
         device: the CPU or a CUDA device.
         objective: the run's `optim.objective` if it is user-defined; for other objectives the folder names it.
 
@@ -105,9 +116,9 @@ def load_for_generation(
 def arrange_for_few_rows(model: torch.nn.Module) -> torch.nn.Module:
     """Transposes fp32 weights in the CPU's memory for faster decode steps, with equal values; returns the same model.
 
-    If the weights of an input are adjacent, a layer with more outputs than inputs takes two thirds of the time for one
-    or two rows. For more rows the time does not change (MKL, fp32, AMD EPYC). The output head is left as it is, because
-    it would take 1.2 times as long for 4 rows or more. Do not save the model afterwards.
+    It changes the linear layers with more outputs than inputs. If the weights of an input are adjacent, they take two
+    thirds of the time for one or two rows, and the same time for more rows (MKL, fp32, AMD EPYC). The output head is
+    left as it is, because it would take 1.2 times as long for 4 rows or more. Do not save the model afterwards.
     """
     head = matrix_of(models.base_model(model).get_output_embeddings())
     for part in model.modules():

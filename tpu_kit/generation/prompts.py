@@ -97,7 +97,8 @@ class PromptCodec:
     def extend(self, row: Row, tokens: Iterable[int], logprobs: Iterable[float], sampling: Sampling) -> None:
         """Adds tokens to a reply up to its end: an end token, the completion of a stop string, or `max_new_tokens`.
 
-        Sets `row.ended` in the first two cases; a row that has ended does not change.
+        It sets `row.ended` for an end token or a stop string, and drops the tokens after the end. A row that has ended
+        does not change. `tokens` and `logprobs` have the same length.
         """
         if row.ended:
             return
@@ -118,8 +119,9 @@ class PromptCodec:
     def encode(self, prompt: Prompt) -> list[int]:
         """Returns the token ids of a prompt; token ids are returned as they are.
 
-        The tokenizer's chat template renders chats, with the system prompt of `data` if they have none. If the last
-        message is the assistant's, the model continues it. Without a template, a chat of one user turn is its text.
+        A text is encoded without a template, with the tokenizer's BOS. The tokenizer's chat template renders chats,
+        with the system prompt of `data` if they have none. If the last message is the assistant's, the model continues
+        it. If the tokenizer has no template, a chat of one user turn is its text.
 
         Raises:
             ValueError: the prompt is empty, a message has pictures, the template refuses the chat, or a longer chat has
@@ -191,7 +193,7 @@ class PromptCodec:
         return min((start for stop in sampling.stop if (start := text.find(stop, begin)) >= 0), default=None)
 
     def settled(self, text: str, sampling: Sampling) -> str:
-        """Returns the beginning of `text`, an unfinished reply, that later tokens cannot change."""
+        """Returns `text`, an unfinished reply, without a partial character and a partial stop string at its end."""
         text = text.rstrip("\ufffd")  # an incomplete character
         pending = max(
             (n for stop in sampling.stop for n in range(1, min(len(stop), len(text) + 1)) if text.endswith(stop[:n])),
@@ -221,9 +223,10 @@ def text_of(messages: Sequence[Mapping[str, Any]], tools: Any = None) -> str:
 
 
 def plain_template(tokenizer: Any) -> str:
-    """Returns a chat template that renders a question and its reply as `PromptCodec` does without a template.
+    """Returns a chat template, Jinja text, that renders a question and its reply as plain text.
 
-    It refuses the prompts that `text_of` refuses.
+    It writes BOS if the tokenizer begins texts with it, the contents of the messages, and EOS after a reply. To ask
+    (`add_generation_prompt`), it raises an error for tools, and for other messages than one user turn.
     """
     begin = tokenizer.bos_token if tokenizer("")["input_ids"][:1] == [tokenizer.bos_token_id] else ""
     refused = "the model was trained on plain text, so the prompt must be one user turn; or set chat=true"
@@ -275,9 +278,9 @@ def opened(prompt: str, data: DataConfig, asked: Any = None) -> str:
 def stop_ids(causal: Any, tokenizer: Any, data: DataConfig) -> set[int]:
     """Returns the ids of tokens that end a reply, for the transformers model `causal`.
 
-    They include the end-of-turn token of the chat template. Many base models come with an instruct model's template
-    whose end-of-turn token is neither in the generation config nor the tokenizer's eos_token. A tokenizer without a
-    template gets the end-of-turn token of the training template.
+    They are the eos_token_id of its generation config and of the tokenizer, and the end-of-turn token of the chat
+    template, rendered as `data` says. Many base models come with an instruct model's template whose end-of-turn token
+    is neither of the first two. A tokenizer without a template gets the end-of-turn token of the training template.
     """
     named = causal.generation_config.eos_token_id
     ids = {*named} if isinstance(named, list) else {named}

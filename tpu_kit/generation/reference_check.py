@@ -72,11 +72,11 @@ def check_training(config: TrainConfig, device_type: str, model: PreTrainedConfi
     Args:
         config: the run. A model without a readable configuration passes, because loading it explains the error.
         device_type: the run's device type; TPU kernels get segment ids instead of a mask.
-        model: the model's configuration if already read.
+        model: the model's configuration if already read; None reads it.
 
     Raises:
         ValueError: the model cannot be trained with these settings; the text names a setting that works, if there is
-            one. Or the run generates and the model does not generate correctly.
+            one. Or `rotary.check_length` refuses data.max_length. Or the run generates, and `check_generation` fails.
     """
     model = model or read_config(config.model)
     if model is None:
@@ -100,12 +100,12 @@ def check_training(config: TrainConfig, device_type: str, model: PreTrainedConfi
 def check_generation(model: PreTrainedConfig, trust_remote_code: bool = False, images: bool = False) -> None:
     """Checks that a narrow random copy of a model generates with the kit's cache as transformers without a cache.
 
-    The log-probabilities of greedy replies are compared, once in a process.
+    The log-probabilities of greedy replies are compared, once in a process for equal configurations.
 
     Args:
         model: the model's configuration.
         trust_remote_code: whether Python code from the model's repository may run.
-        images: whether prompts may have images.
+        images: whether prompts may have images; then replies to prompts with images are compared, too.
 
     Raises:
         ValueError: the replies differ or cannot be compared.
@@ -181,13 +181,13 @@ def _has_head(config: PreTrainedConfig) -> bool:
 
 
 def narrow_model(config: PreTrainedConfig, trust_remote_code: bool = False) -> PreTrainedModel:
-    """Builds the narrow copy of a language model with random weights, without changing the global random state.
+    """Builds a copy of a language model with all its layers, few heads, small sizes and random weights.
 
     It is in fp32 on the CPU, in evaluation mode, with eager attention and a vocabulary of 128. It has no output head if
-    transformers has no class for the text model alone.
+    transformers has no class for the text model alone. The global random state does not change.
 
     Raises:
-        ValueError: no copy of the model can be built.
+        ValueError: no copy of the model can be built, or only copies of more than 1e8 parameters.
     """
     import torch._dynamo  # transformers' models import it, which fails in torch 2.8 under `torch.device`
     from transformers import AutoModel, AutoModelForCausalLM
@@ -510,7 +510,11 @@ def _on_xla(config: TrainConfig, device_type: str) -> str:
 
 
 def main() -> None:
-    """Compares on XLA:CPU, in the child process: the request is JSON on stdin, the problem JSON on the last line."""
+    """Compares on XLA:CPU, in a child process, and ends the process with exit code 0.
+
+    Stdin is {"config": `TrainConfig.to_dict`, "device_type": ...} as JSON. The last line of stdout is the problem as
+    JSON, "" if the model matches.
+    """
     request = json.loads(sys.stdin.read())
     config, device = load_config(request["config"]), traced_program.device()
     (torch.ones(2, device=device, requires_grad=True) * 2).sum().backward()  # before autograd's CPU engine starts
@@ -578,7 +582,7 @@ def replies(
 ) -> torch.Tensor:
     """Generates `steps` tokens greedily with the kit's cache; returns (2, steps, prompts) fp32 as `Decoder.decode`.
 
-    The prompts are token ids, and `images` are as in `decoder.Batch`. No token ends a reply.
+    The model is on the CPU. The prompts are token ids, and `images` are as in `decoder.Batch`. No token ends a reply.
     """
     width, sampling = max(map(len, prompts)) - 1, Sampling(steps)
     decoder = Decoder(model, CpuRuntime(0, 1, torch.device("cpu")), steps, width + steps)

@@ -75,13 +75,15 @@ class Prompts(AnsweringModel):
 
 
 def read_prompts(file: str) -> list[Prompt]:
-    """Reads a file of prompts: a text per line; if it is .jsonl, objects with "prompt", or "messages" and "tools".
+    """Reads a file of prompts: a text per line, or in a file named *.jsonl, a JSON text or object per line.
 
-    A JSON line may have "images" or an "image": paths below the file's folder, data URLs, or bucket addresses; its
-    prompt is then a chat with the pictures' bytes. Blank lines are skipped.
+    An object has "prompt", a text or a list of messages, or "messages" and perhaps "tools". Texts stay texts, messages
+    are a list, and messages with tools are a mapping. An object may have "images" or an "image": paths below the file's
+    folder, data URLs, or bucket addresses. Its prompt is then a chat with the pictures' bytes. Blank lines are skipped.
 
     Raises:
-        ValueError: the file or a picture cannot be read, or a line has no prompt; the text names the line.
+        ValueError: the file or a picture cannot be read; or a line has no prompt, "system", "tools" without messages,
+            or a chat that ends with a reply and so has no question. The text names the line.
     """
     try:
         lines = Path(file).read_text("utf-8-sig").split("\n")  # str.splitlines would split at U+2028 within a text
@@ -131,10 +133,10 @@ def _prompt(place: str, line: str, file: str) -> Prompt:
 
 
 def about(prompt: Prompt, images: Sequence[Any]) -> Prompt:
-    """Returns a chat as a mapping with "images", whose places its parts may mark.
+    """Returns a chat as a new mapping, {"messages": ..., "images": `images`}, with the other keys of a given mapping.
 
     Args:
-        prompt: the messages of a chat, or a mapping with "messages"; not a text.
+        prompt: the messages of a chat, or a mapping with "messages"; not a text. Its parts may mark places of pictures.
         images: the pictures of the chat.
 
     Raises:

@@ -75,7 +75,8 @@ class Sampling:
     def knobs(self, vocabulary: int) -> torch.Tensor:
         """Returns (6,) fp32 on the CPU for `decoder.choose`; None becomes the neutral value.
 
-        They are temperature (1 if greedy), top_k, top_p, min_p, penalty, and the temperature of the log-probabilities.
+        They are temperature (1 if greedy), top_k (`vocabulary` for all tokens), top_p, min_p, repetition penalty, and
+        the temperature of the log-probabilities: 1, or `temperature` with `tempered_logprobs`.
         """
         import torch
 
@@ -84,9 +85,10 @@ class Sampling:
         return torch.tensor([temperature, top_k, self.top_p or 1, self.min_p or 0, self.repetition_penalty or 1, own])
 
     def uniforms(self, steps: int, rows: Sequence[tuple[int, int]]) -> torch.Tensor:
-        """Draws random numbers in [0, 1), (steps, rows) fp32; zeros if greedy. A row is (prompt number, sample number).
+        """Draws random numbers in [0, 1), (steps, rows) fp32 on the CPU; zeros if greedy.
 
-        Every row has its own generator, so a sample depends neither on the batch nor on the number of replicas.
+        A row is (prompt number, sample number). It has its own generator, seeded with `seed` and these numbers, so a
+        sample depends neither on the batch nor on the number of replicas.
         """
         import numpy as np
         import torch

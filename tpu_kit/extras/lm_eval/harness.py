@@ -80,8 +80,8 @@ class Requests:
         within its reasoning has the answer "".
 
         Raises:
-            ValueError: an option is another or out of range; or a context with the new tokens exceeds the model's
-                positions, and `truncate` is false.
+            ValueError: there is another option, or a value is out of range; or a context with the new tokens exceeds
+                the model's positions, and `truncate` is false.
         """
         groups: dict[Sampling, list[int]] = {}
         for number, request in enumerate(requests):
@@ -104,8 +104,8 @@ class Requests:
         EOS if the tokenizer has no BOS.
 
         Raises:
-            ValueError: a continuation has no tokens, or as many as the model has positions; or it is too long with its
-                context, and `truncate` is false.
+            ValueError: a continuation has no tokens, or as many as the model has positions or more; or it is too long
+                with its context, and `truncate` is false.
         """
         rows, lengths = [], []
         for number, request in enumerate(requests):

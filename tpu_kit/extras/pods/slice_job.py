@@ -85,8 +85,7 @@ def check_job(
 ) -> SliceJob:
     """Checks that an engine of `ENGINES` can run a configuration on a slice such as "v4-32"; returns the job.
 
-    Its `secrets` are the variables of `SECRETS` that are set in the environment, and its `config` is
-    `as_trained(config)`.
+    Its `secrets` are the variables of `SECRETS` that are set in the environment, its `config` is `as_trained(config)`.
 
     Args:
         config: the run, with its `output_dir` in gs://.
@@ -99,8 +98,8 @@ def check_job(
     Raises:
         ConfigError: the run's name does not suit engines, the run may not resume, its command runs on one host only, or
             its device is no TPU. Or it needs files or modules of this machine, or WANDB_API_KEY, which is not set. Or
-            slice, zone or image are unknown or not offered, or `slice_problems` has a text. It has all problems, but an
-            unknown slice ends the check.
+            slice, zone or image are unknown or not offered, or `slice_problems` has a text. The error has all problems,
+            but an unknown slice ends the check.
     """
     config = as_trained(config)
     problems = [*_run_problems(config), *_place_problems(config, in_own_image=image is not None and engine in _ON_GKE)]

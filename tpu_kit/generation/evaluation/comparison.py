@@ -80,7 +80,7 @@ class Evaluation:
 
     @property
     def by_source(self) -> dict[str, Accuracy]:
-        """The accuracy on the judged rows by source of a mix; empty without a mix."""
+        """The accuracy on the judged rows by name of the source in a mix; {} without a mix."""
         found: dict[str, list[bool]] = {sample.source: [] for sample in self.samples if sample.source}
         for sample in self.samples:
             if sample.source and sample.correct is not None:
@@ -96,7 +96,12 @@ class Evaluation:
         return "\n".join(f"{name:<25}{value}" for name, value in self.figures().items())
 
     def figures(self) -> dict[str, str]:
-        """Returns the metrics as texts, by the names in the printed table; metrics without meaning are missing."""
+        """Returns the metrics as texts, in the order and by the names of the printed table.
+
+        They are "correct (95 % interval)", "correct, SOURCE" for every source of a mix, "well-formed reasoning",
+        "tokens per answer", "cut off at N" for the token limit N, "perplexity" and "not judged (error)". The reasoning
+        is missing unless `reasons`, and the errors if `failed` is 0. A perplexity that is not measured is "none".
+        """
         return {
             "correct (95 % interval)": str(self.accuracy),
             **{f"correct, {name}": str(accuracy) for name, accuracy in self.by_source.items()},
@@ -110,7 +115,8 @@ class Evaluation:
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields without the samples for JSON, with the properties "failed" and "reasons".
 
-        "accuracy" also has "share", None without judged rows. A mix has "by_source": "correct" and "total" by source.
+        "accuracy" is a dictionary of the fields of `Accuracy` and "share", which is None without judged rows. Only a
+        mix has "by_source": a dictionary with "correct" and "total" for every source.
         """
         plain = asdict(self)
         del plain["samples"]
@@ -148,7 +154,8 @@ class Comparison:
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields for JSON, and "samples"; "without_head" replaces `head` if there is a head.
 
-        A sample has "question", "expected", and "base" and "tuned" with "answer", "correct" and perhaps "error".
+        "base" and "tuned" are as in `Evaluation.to_dict`. A sample has "question", "expected" and the answers "base"
+        and "tuned". An answer has "answer", "correct" and, if the verifier raised an error, "error".
         """
         samples = [
             {"question": base.question, "expected": base.expected, "base": base.to_dict(), "tuned": tuned.to_dict()}
@@ -211,7 +218,7 @@ def compare(
 
 
 def read_comparison(run: Path) -> dict[str, Any] | None:
-    """Returns the contents of a run's eval.json; None without the file, ValueError if it is damaged."""
+    """Returns eval.json (`Comparison.to_dict`) of a run's local folder; None without it, ValueError if damaged."""
     path = run / "eval.json"
     try:
         found: dict[str, Any] | None = json.loads(path.read_text()) if path.is_file() else None

@@ -90,7 +90,10 @@ _ASSIGNED = re.compile(r"\s*[A-Za-z](?:_\{?\w{1,9}\}?)?\s*(?:=|\\in(?![A-Za-z])|
 
 
 def same(expected: str, statement: Statement) -> bool:
-    """Whether a statement equals the expected text, by the kind of the expected text: number, letter, moment, ...
+    """Whether a statement equals the expected text, apart from white space, case, and punctuation around the text.
+
+    Case counts in LaTeX. Unless the texts are equal so, the kind of the expected text decides: a number, a letter of a
+    choice or a moment. Another kind is compared as a text, then as a list, or if `same_list` is None, as a formula.
 
     Raises:
         ValueError: the expected formula cannot be parsed.
@@ -109,7 +112,8 @@ def same(expected: str, statement: Statement) -> bool:
 def same_number(expected: str, statement: Statement) -> bool | None:
     """Whether the numbers are equal, and the units if both have one; None if the expected text is not a number.
 
-    A percentage equals its fraction (50% and 0.5) only in a marked statement.
+    In an unmarked statement, its last number or formula counts. A percentage equals its fraction (50% and 0.5) only in
+    a marked statement. Raises ValueError as `same_expression`, if the statement is a formula.
     """
     wanted = quantity(clean(expected))
     if wanted is None:
@@ -129,10 +133,11 @@ def same_number(expected: str, statement: Statement) -> bool | None:
 
 
 def same_letter(expected: str, statement: Statement) -> bool | None:
-    """Compares letters of a choice; None if the expected text has no letter. A sentence with two letters is wrong.
+    """Whether letters of a choice are equal; None if the expected text is not like "B", "(B)" or "B. Paris".
 
-    Without a sentence that has a letter, the result is False. If the expected text has the choice's text after its
-    letter, that text is also correct, and its errors are as in `same`.
+    The last sentence of the statement that names a letter counts. The result is False if it names two letters, or if no
+    sentence names a letter. For an expected "B. Paris", "Paris" is also correct; it is compared, with errors, as in
+    `same`.
     """
     cleaned = clean(expected)
     wanted = _LETTER.fullmatch(cleaned)
@@ -155,9 +160,10 @@ def same_letter(expected: str, statement: Statement) -> bool | None:
 
 
 def same_moment(expected: str, statement: Statement) -> bool | None:
-    """Compares times of day or dates; None if the expected text is neither.
+    """Whether times of day or dates are equal; None if the expected text is neither.
 
-    All moments in the first clause with a moment, or in the last if the statement is unmarked, must be equal.
+    In a marked statement, the first clause with a moment counts, in an unmarked statement the last. All its moments
+    must be equal to the expected moment. Without a moment in the statement, the result is False.
     """
     wanted = moment(clean(expected))
     if wanted is None:
@@ -167,7 +173,12 @@ def same_moment(expected: str, statement: Statement) -> bool | None:
 
 
 def same_text(expected: str, statement: Statement) -> bool:
-    """Compares a text with the statement, its first words, or its end after "is"; ignores case, spaces and emphasis."""
+    """Whether a text equals the whole statement, its first words, or its end after "is" or a similar word.
+
+    Case, spaces, single asterisks, an article before the text and punctuation around it do not count. If the expected
+    text has no digit and no backslash, punctuation after words does not count either. A statement with both yes and no
+    equals neither.
+    """
     negated = _NEGATED.search(expected) or _DENIED.search(expected)
     whole = _words(clean(statement.text)[-_SEARCHED:] if negated else _searched(statement))
     whole = _OPENING.sub("", whole)
@@ -182,10 +193,11 @@ def same_text(expected: str, statement: Statement) -> bool:
 
 
 def same_list(expected: str, statement: Statement) -> bool | None:
-    r"""Compares lists of two or more values in any order; None if the lengths differ, and for tuples and intervals.
+    r"""Whether lists of two or more values are equal in any order; None if the numbers of values differ.
 
-    If one list has square brackets and the other has no brackets, the order counts. 1 \pm 2 is a list of two values.
-    Values are compared, and errors raised, as in `same`.
+    Also None for a single value, and for values within brackets, such as tuples and intervals. But \{1, 2\} is a list.
+    Lists are compared in order if only one list has square brackets and the other has none. 1 \pm 2 is a list of two
+    values. Values are compared, and errors raised, as in `same`.
     """
     texts = [without_dollars(clean(text)).strip(" .") for text in (expected, statement.text)]
     kinds = [_bracket(text) for text in texts]
@@ -204,10 +216,11 @@ def same_list(expected: str, statement: Statement) -> bool | None:
 
 
 def same_formula(expected: str, statement: Statement, *, required: bool = False) -> bool | None:
-    """Compares formulas with math-verify; None if the expected text is not a formula.
+    """Whether formulas are equal by `same_expression`; None if the expected text is not a formula.
 
     With `required`, an expected text that does not look like a formula is compared, too, and the result is never None.
-    False if the statement has no formula or another unit, or if a set is compared with a tuple or an interval.
+    False if the statement has no formula or another unit, or if a set is compared with a tuple or an interval. If the
+    statement is more than a formula, the formula at its beginning (only if marked) or its last $...$ counts.
 
     Raises:
         ValueError: the expected formula cannot be parsed.

@@ -56,17 +56,22 @@ class AdapterRows(NamedTuple):
 def rows_of_adapter(
     config: TrainConfig, adapter_dir: str | Path, prepared: Prepared | None = None, *, chat: bool | None = None
 ) -> AdapterRows:
-    """Prepares the held-out rows on which an adapter is evaluated, and tells on stderr if their form is unexpected.
+    """Prepares the held-out rows on which an adapter is evaluated.
+
+    Tells on stderr if questions are asked as plain text because the adapter was trained so, and if the rows are plain
+    text but the adapter was trained with a chat template.
 
     Args:
         config: the run.
         adapter_dir: a run or its adapter, a folder or gs://bucket/run.
-        prepared: the data of the adapter's run, returned as they are; None prepares the rows of `config`.
-        chat: whether the chat template renders questions; None: unless the adapter was trained on plain text.
+        prepared: the data of the adapter's run, returned as they are; None prepares them with `held_out`, from `config`
+            and the questions beside the adapter.
+        chat: True: the chat template renders questions. False: they are plain text. None: False if the adapter was
+            trained on plain text, else True. It has no effect on `prepared`.
 
     Raises:
-        ValueError: the adapter was trained on other base weights, `chat` is true but the rows are plain text, or as in
-            `held_out`.
+        ValueError: there is no adapter, it was trained on other base weights, `chat` is true but the rows are plain
+            text, or as in `held_out`.
     """
     run, adapter_dir = find_run(adapter_dir).folder, adapter_of(adapter_dir)
     with at_hand(adapter_dir, *_ABOUT) as folder:  # both models have the same base
@@ -88,10 +93,11 @@ def evaluate_adapter(
 ) -> Comparison:
     """Compares the base and the tuned model on the held-out rows, and writes eval.json to the adapter's run.
 
-    A local folder without a config.yaml is no run and gets no file; if writing fails, a warning on stderr replaces it.
-    The rows are the rows held out by the adapter's run or by `config`, except questions that the run was trained on.
-    Questions are compared without case, white space and closing punctuation. If the run's questions are not beside the
-    adapter, `config` alone splits the rows. If `data.date` is null, the date of the run is used.
+    The file has `Comparison.to_dict`. A local folder without a config.yaml is no run and gets no file. If writing
+    fails, a warning on stderr replaces the file. The rows are the rows of `config` that `config` or the adapter's run
+    holds out, except questions that the run was trained on. Questions are compared without case, white space and
+    closing punctuation. If the run's questions are not beside the adapter, `config` alone splits the rows. Otherwise,
+    if `data.date` is null, the date of the run is used.
 
     Args:
         config: the run; `tracking.generate_rows` limits the rows (0 = all held-out rows).
@@ -151,7 +157,8 @@ def held_out(config: TrainConfig, run: Questions | None = None, plain: bool = Fa
 
     Args:
         config: the run.
-        run: the questions of the adapter's run. Its held-out questions are added, its training questions left out.
+        run: the questions of the adapter's run, from `Questions.read`. Its held-out questions are held out, too, and
+            its training questions are left out. None: `config` alone holds out rows.
         plain: whether to ask questions as plain text, without a chat template and a system prompt.
 
     Raises:
@@ -180,13 +187,13 @@ def evaluate(config: TrainConfig, prepared: Prepared, adapter_dir: str | Path | 
 
     Args:
         config: the run; `tracking.generate_rows` limits the rows (0 = all), `tracking.generate_tokens` limits an
-            answer, and `tracking.verifier` judges it. Rows on which the verifier raises an error do not count. The rows
-            are divided among the replicas of `config.launch`.
+            answer, and `tracking.verifier` judges it. Rows on which the verifier raises an error do not count in the
+            accuracy. The rows are divided among the replicas of `config.launch`.
         prepared: the data, from `data.prepare.prepare`.
         adapter_dir: a run or its adapter, as in `answer`; None evaluates the base model.
 
     Raises:
-        ValueError: there are no held-out rows, the verifier does not exist, or as in `answer`.
+        ValueError: there are no held-out rows, a prompt is empty, the verifier does not exist, or as in `answer`.
         LaunchError: a replica failed.
     """
     if prepared.eval is None:

@@ -58,7 +58,8 @@ _DECIMAL = re.compile(r"(?<![\d.])0?\.(0+)[1-9]|(?:10\s*\^\s*\{?\s*|\de)-(\d+)")
 def is_expression(text: str) -> bool:
     """Whether a text is a formula: numbers, operators, LaTeX, known functions and words of at most three letters.
 
-    A number or a word alone is no formula, nor is a text with an English word such as "is", or over 1,000 characters.
+    A number, a range, a date or a word alone is no formula. A text with an English word such as "is", with numbers
+    beside each other, or over 1,000 characters is no formula either.
     """
     if len(text) > _LONGEST or not _STRUCTURE.search(text) or _NOT_ONE.search(text):
         return False

@@ -50,8 +50,9 @@ class Reply(NamedTuple):
 def check_answers(config: TrainConfig, prepared: Prepared, model: PreTrainedConfig | None = None) -> None:
     """Checks before training that the model can answer the held-out rows and the verifier can judge the answers.
 
-    Does nothing if `tracking` asks for no answers. Prints a line if there are fewer rows than asked for. `model` is the
-    model's configuration; None reads it.
+    Does nothing if `tracking.generate_rows` and `tracking.eval_generate_rows` are 0; otherwise the larger number is
+    asked for. Prints a line if there are fewer rows. The verifier judges the rows' own answers. `model` is the model's
+    configuration; None reads it.
 
     Raises:
         ConfigError: there are no held-out rows, a prompt is empty, the longest prompt and `generate_tokens` exceed the
@@ -98,16 +99,17 @@ def check_answers(config: TrainConfig, prepared: Prepared, model: PreTrainedConf
 def count_correct(
     model: Any, config: TrainConfig, prepared: Prepared, rt: Runtime, generator: Generator | None = None
 ) -> tuple[int, ...]:
-    """Lets a model in training answer `tracking.eval_generate_rows` rows, divided among the replicas.
+    """Lets a model in training answer the first `tracking.eval_generate_rows` held-out rows, greedily.
 
-    Prints a warning on stderr for answers on which the verifier raised an error; these count as not judged.
+    The rows are divided among the replicas, which must all call this. Prints a warning on stderr for answers on which
+    the verifier raised an error; these count as not judged.
 
     If `generator` is given, it answers with its compiled programs, and `rl.max_completion_length` limits an answer
-    instead of `tracking.generate_tokens`. All replicas must call this.
+    instead of `tracking.generate_tokens`. None makes a generator for `model`.
 
     Returns:
-        Counts of this replica's share, flat: correct answers, judged answers, then this pair for each source of a mix,
-        in the order of `prepared.eval_mix.names`.
+        Counts of this replica's share, to be added over replicas: correct answers and judged answers. For a mix, this
+        pair follows for each source, in the order of `prepared.eval_mix.names`, all in one flat tuple.
     """
     assert prepared.encoder is not None, "there are held-out rows"
     ids = prompt_ids(prepared, config.tracking.eval_generate_rows)
@@ -159,7 +161,7 @@ def judged_answers(
     Args:
         config: the run.
         prepared: the data.
-        replies: replies to the first rows, in order.
+        replies: replies to the first rows, in order; their number is the number of judged rows.
         rule: from `verifier_named`.
     """
     count, samples = len(replies), []

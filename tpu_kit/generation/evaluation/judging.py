@@ -54,7 +54,8 @@ def judge_all(
 ) -> list[Verdict]:
     """Returns a verdict per reply, in order; a rule runs in child processes, a function in the main thread.
 
-    A rule has limits of time and memory, a function has none.
+    A function has no limits. A rule has 5 s of processor time and 1 GiB for a reply. If a rule exceeds a limit, or a
+    rule or function raises an exception, the verdict has the error.
 
     Args:
         replies: pairs of a row and a reply's text, as for `judge`.
@@ -231,7 +232,11 @@ def _plain(value: Any) -> str | None:
 
 
 def main() -> None:
-    """Judges the replies from stdin until it is closed, with verdicts on stdout as JSON; limits its own memory."""
+    """Judges the replies from stdin until it is closed; limits its own memory.
+
+    A line of stdin is JSON: "data" (the fields of `DataConfig`), "seconds" (of processor time for a reply) and
+    "replies" (a list of `Reply`). Stdout gets a line of JSON for every reply, the fields of its `Verdict`.
+    """
     import resource  # not on Windows
 
     end_with_parent()

@@ -128,7 +128,11 @@ class Quantity(NamedTuple):
     variable: str = ""
 
     def equals(self, other: Quantity, *, shares: bool) -> bool:
-        """Whether values are equal, and units and variables if both have them; if `shares`, 50% also equals 0.5."""
+        """Whether values are equal, and units and variables if both have them.
+
+        A part of a unit after "/" counts only if both have such a part. 50% equals 50, and if `shares` is true, also
+        0.5.
+        """
         if self.variable and other.variable and self.variable != other.variable:
             return False
         if self.unit and other.unit and not _same_unit(self.unit, other.unit):
@@ -142,7 +146,10 @@ class Quantity(NamedTuple):
 
 
 def clean(text: str) -> str:
-    """Removes LaTeX fonts, emphasis and spacing, and writes unit symbols as single characters."""
+    r"""Removes LaTeX fonts and spacing, backticks and single asterisks around words, and superfluous spaces.
+
+    Writes a LaTeX degree sign as °, \$ and \% without backslash, and \dfrac as \frac. Double asterisks stay.
+    """
     for _ in range(3):  # nested fonts
         text, count = _FONT.subn(r" \1", text)
         if not count:
@@ -158,7 +165,7 @@ def without_dollars(text: str) -> str:
 
 
 def arithmetic(text: str) -> str:
-    """Rewrites LaTeX fractions and characters such as ½ as 1/2, and factors that are powers of ten as e3."""
+    r"""Rewrites \frac{1}{2} and ½ as 1/2, and powers of ten after a number: 2 \times 10^3 as 2e3."""
 
     def fraction(match: re.Match[str]) -> str:
         whole, above, under = match[1], match[2] or match[3], match[4] or match[5]
@@ -170,7 +177,10 @@ def arithmetic(text: str) -> str:
 
 
 def quantity(text: str) -> Quantity | None:
-    """Parses a cleaned text that is a number, with a unit or the counted things ("5 apples"); None for other texts."""
+    """Parses a text from `clean` that is a number, with a unit or the counted things ("5 apples"); else None.
+
+    Words such as "it is" or "about" before it, "x =" and "thousand" are allowed. "5 or more" gives None.
+    """
     text = arithmetic(without_dollars(text)).strip(" \n\t,;:\"'")
     text = text if text.endswith("..") else text.removesuffix(".")
     while leading := _LEADING.match(text):
@@ -208,9 +218,10 @@ def only_quantity(text: str) -> Quantity | None:
 
 
 def last_quantity(text: str) -> Quantity | None:
-    """Returns the last number of a cleaned text, after the last "="; None if it ends a range or words change it.
+    """Returns the last number after the last "=" of a text from `clean`, or of the whole text if it has no "=".
 
-    Also None if there is no number after the last "=".
+    None if there is no such number, if it ends a range or is a bound ("3 to 5", "< 5"), or if words change it ("twice
+    5"). It has no `variable`.
     """
     text = arithmetic(without_dollars(text)).rpartition("=")[2]
     if (remark := _REMARK.search(text)) and _NUMBER.search(text[: remark.start()].rpartition("\n")[2]):
@@ -313,10 +324,10 @@ def _same_unit(one: str, other: str) -> bool:
 
 
 def moments(text: str) -> list[frozenset[int]]:
-    """Returns the times of day and the dates in a text, in their order, as sets of numbers.
+    """Returns the times of day and the dates in a text, in their order, as sets of numbers; [] without them.
 
-    A time has the minutes of the day that it may mean (2:30 also means 14:30), a date the number of its day. Moments
-    that share a number may be equal.
+    The set of a time has the minutes of the day that it may mean: 2:30 also means 14:30. The set of a date has a number
+    for its day. Moments whose sets share a number may be equal.
     """
     found = [(match.start(), _minutes(match)) for match in _TIME.finditer(text)]
     for match in _DATE.finditer(text):

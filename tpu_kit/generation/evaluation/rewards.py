@@ -142,9 +142,13 @@ class Rewards:
         return list(self._functions)
 
     def check(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Raises ValueError if a function lacks an argument, or if all rewards are rules and no row has an "answer".
+        """Checks that functions can be called with these rows, and that rules have an answer to compare with.
 
         `rows` are rows of the data, at least one; functions get the columns of the first row.
+
+        Raises:
+            ValueError: a function needs an argument that is neither a column nor one of the kit's, or takes it only by
+                position. Or all rewards are verifiers' rules, and no row has an "answer".
         """
         given = [*self._arguments([Attempt(rows[0], "", "", [])]), *_SHARED]
         for name, function in self._functions.items():

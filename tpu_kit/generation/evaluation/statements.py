@@ -93,12 +93,12 @@ _MOST = 16  # limit of considered statements, from the end of the text, and of b
 
 
 def statement_of(text: str) -> Statement | None:
-    r"""Returns the answer that a reply states; None if the reply was cut off within it.
+    r"""Returns the answer that a reply states; None if the reply was cut off within it or within its reasoning.
 
-    Blocks of reasoning are not searched. The answer is in the last block of `<answer>`, `<solution>` or a similar tag,
-    else in the last box or line that begins with "####", else in the sentence after the last "answer is". Without these
-    it is the whole text. A later correction replaces it ("Wait, it should be 6."), and a retraction empties it. A block
-    or box that is opened but not closed was cut off.
+    Blocks of reasoning are not searched. The answer is in the last block of `<answer>`, `<solution>` or a similar tag.
+    Without a block it is the last box or line that begins with "####", or else the sentence after the last "answer is".
+    These are marked. Otherwise it is the whole text, unmarked. A later correction replaces it ("Wait, it should be
+    6."), and a retraction makes it "". A block or box that is opened but not closed was cut off.
     """
     outside = _without_reasoning(_formulas(_EMPHASIS.sub("", text.translate(_ASCII))))
     if outside is None:

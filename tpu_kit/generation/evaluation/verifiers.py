@@ -40,7 +40,9 @@ class Verdict:
 
 
 def verifier_named(name: str, parameter: str = "tracking.verifier") -> str | Verifier:
-    """Resolves a verifier for `judge`: returns the name of a rule, or imports "module:function".
+    """Resolves a verifier for `judge`: returns the name of a rule unchanged, or the function of "module:function".
+
+    `parameter` is the name in error messages.
 
     "auto" compares the answers that row and reply state (`statement_of`), by the kind of the row's answer (`equality`).
     "numeric", "choice" and "math" compare only numbers, letters or formulas. "exact" compares texts without surrounding
@@ -67,14 +69,14 @@ def verifier_named(name: str, parameter: str = "tracking.verifier") -> str | Ver
 def judge(row: Mapping[str, Any], text: str, config: DataConfig, verifier: str | Verifier = "auto") -> Verdict:
     """Judges whether a reply is correct; the verdict has the verifier's error, if it raises an exception.
 
-    Without an accepted answer in the row, only a function judges. A function gets the text after the reasoning.
-
     Args:
-        row: a row whose "answer" is the expected answer or a list of accepted answers, or which has the columns that
-            the user's function reads.
+        row: a row. A rule compares with its "answer", the expected answer or a list of accepted answers; without one,
+            the verdict is None. A function may read any column.
         text: the reply, with its reasoning. A reply that ends within its reasoning is wrong.
-        config: the data section.
-        verifier: from `verifier_named`; of a number, only 1 is correct, and more than 1 is an error.
+        config: the data section, with the reasoning tags.
+        verifier: from `verifier_named`. A function gets the row and the text after the reasoning. Its result may be
+            True, False, a number or None, which gives the verdict None. The number 1 is correct, a smaller number is
+            wrong, and a larger number or a text is an error.
     """
     answer = text.rpartition(config.think_close)[2]
     try:
@@ -159,9 +161,10 @@ def _match(pattern: str, answer: str) -> Statement | None:
 
 
 def reasoning_gym(row: Mapping[str, Any], answer: str) -> float:
-    """Returns reasoning-gym's score of the stated answer alone: within other words it gets partial credit.
+    """Returns reasoning-gym's score of the answer that a reply states (`statement_of`), 1 if it is correct.
 
-    Raises ValueError if the row's "metadata", a mapping or JSON text, has no source_dataset.
+    The package would give only partial credit for an answer within other words. Raises ValueError if the row's
+    "metadata", a mapping or JSON text, has no source_dataset.
     """
     import reasoning_gym as package
 
