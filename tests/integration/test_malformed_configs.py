@@ -361,8 +361,8 @@ ARGUMENTS: list[tuple[list[str], str]] = [
     (["packing=maybe"], "is not true or false"),
     (["packing=1"], "is not true or false"),
     (["wandb=true"], "is not "),
-    (["optimizer=adamw_8bit"], "bitsandbytes runs on CUDA alone"),
-    (["attention=flash_attention_2"], "flash-attn package runs on CUDA alone"),
+    (["optimizer=adamw_8bit"], "bitsandbytes runs only on CUDA"),
+    (["attention=flash_attention_2"], "flash-attn package runs only on CUDA"),
     (["fp16=true"], "a TPU has no float16"),
     # Contradictions.
     (["eval_rows=0", "generate_rows=5"], "needs rows to evaluate on"),

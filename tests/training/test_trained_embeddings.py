@@ -155,7 +155,8 @@ def test_ten_updates_are_those_of_peft(way: str, folder: Path, tmp_path: Path) -
     theirs = get_peft_model_state_dict(peft, save_embedding_layers=False)
     assert files.keys() == theirs.keys()
     for name, value in files.items():
-        torch.testing.assert_close(value, theirs[name], atol=1e-6, rtol=1e-6, msg=name)
+        # Rounding differs between processors: 1.06e-6 was seen, while an update moves a weight by up to 5e-2.
+        torch.testing.assert_close(value, theirs[name], atol=4e-6, rtol=1e-6, msg=name)
         assert name.endswith("embed_tokens.lora_embedding_A") or (value - initial[name]).abs().max() > 1e-4
     with torch.no_grad():  # as grpo, dpo and distillation read the output layer
         labels = shift_labels(ids)

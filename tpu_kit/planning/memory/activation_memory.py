@@ -148,7 +148,8 @@ class PeakActivationModel:
         lasting["saved_activations"] = saved
         if self.kernel == "sdpa" and self.again and self.length <= WHOLE:
             lasting["mask"] = self.scores()  # a bias with the scores' shape, made once for all layers
-        yield Moment("start", lasting, 0)  # the first loop's result stack is allocated before it
+        # A loop's result stack is allocated before it; stacks of earlier loops are not "seen".
+        yield Moment("start", lasting | {"saved_activations": self.largest_stack()}, 0)
         if self.inputs:
             made = self.inputs.work_bytes(self.rows, self.compute)
             yield Moment(self.inputs.name, {"layer_inputs": lasting["layer_inputs"], self.inputs.name: made}, 0)
@@ -201,6 +202,13 @@ class PeakActivationModel:
         if self.sparse:
             return self.hidden(sum(loop.turns for loop in self.loops))
         return sum(count * self._saved_by(kind) for kind, count in self.shape.counted)
+
+    def largest_stack(self) -> float:
+        """Returns the largest part of `saved` that belongs to the layers of a single loop."""
+        if self.sparse:
+            return self.hidden(max(loop.turns for loop in self.loops))
+        saved = [self._saved_by(self.shape.kinds[number]) for number in self.shape.order]
+        return max(sum(saved[loop.start : loop.start + loop.turns * loop.period]) for loop in self.loops)
 
     def inner(self) -> int:
         """Returns the most layers of an inner loop over equal neighbours in a block, with its own stacks; 0 without."""
