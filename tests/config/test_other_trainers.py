@@ -435,6 +435,7 @@ def test_data_sets_of_llama_factory_are_those_of_its_list(
     shares = "mix_strategy: interleave_under\ninterleave_probs: 0.2,0.8\n"
     config, notes = read(LLAMA_FACTORY + "dataset: mine, talks\n" + shares)
     assert [one.tokens for one in config.data.mix] == [0.2, 0.8] and "and of the tokens here" in notes
+    assert read(LLAMA_FACTORY + "dataset: mine\nmix_strategy: interleave_under\n")[0].data.mix[0].plain() == mine
     told = problems(write(LLAMA_FACTORY + "dataset: [mine, pairs, odd]\nmix_strategy: interleave_over\n"))
     assert [text.partition(": ")[0] for text in told] == ["dataset", "dataset", "mix_strategy"]
     assert "pairs, in data/dataset_info.json: it has pairs, which are for stage=dpo" in told[0]

@@ -82,6 +82,14 @@ def test_a_system_turn_and_earlier_turns_belong_to_the_prompt() -> None:
     assert "Be kind." in texts_of(config)[0]
 
 
+def test_a_labelled_reply_that_repeats_its_prompt_is_read_without_it() -> None:
+    rows = [{"prompt": [USER], "completion": [*before, GOOD_TURN], "label": True} for before in ([], [USER])]
+    rows += [{"prompt": [USER], "completion": [BAD_TURN], "label": False}]
+    prepared = prepared_of(rows, APART, format="unpaired")
+    first, second = (texts_of(prepared, number)[:2] for number in (0, 1))  # the third text is another row's
+    assert first == second and Q in first[0] and first[1].startswith(GOOD)
+
+
 CALLING = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}{% for call in m.tool_calls or [] %}"
     "<call>{{ call.function.name }} {{ call.function.arguments | tojson }}</call>{% endfor %}\n{% endfor %}"

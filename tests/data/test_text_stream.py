@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ from tests.support.tiny_tokenizer import tiny_tokenizer
 from tpu_kit.config.fields import ConfigError
 from tpu_kit.config.loader import load_config
 from tpu_kit.data.prepare import Prepared, prepare
-from tpu_kit.data.stream import opening, shards
+from tpu_kit.data.stream import feeder, opening, shards
 from tpu_kit.data.stream.opening import prepare_stream
-from tpu_kit.data.stream.packed_shards import PackedShard
-from tpu_kit.data.stream.shards import Shards
+from tpu_kit.data.stream.packed_shards import PackedShard, Place
+from tpu_kit.data.stream.shards import ShardError, Shards
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +55,17 @@ def documents(shard: PackedShard) -> list[tuple[int, list[int]]]:
     """The source row and the tokens of all documents, in the order of the file."""
     data = shard.data
     return [(int(data.documents.source_rows[i]), data.document(i)[0].tolist()) for i in range(len(data.documents))]
+
+
+def test_the_error_of_a_shard_that_was_begun_reaches_the_replicas(tmp_path: Path) -> None:
+    """The broken row is the last, so that the folder of the shard exists already."""
+    write("a.jsonl", texts("a", 30))
+    stream = replace(opened().stream, folder=tmp_path)
+    with Path("a.jsonl").open("a") as file:
+        file.write("{]\n")
+    feeder.feed(stream, Place(), tmp_path)
+    with pytest.raises(ShardError, match=r"a\.jsonl"):
+        next(feeder.shards_from(stream, Place()))
 
 
 def test_a_shard_is_what_the_same_rows_in_memory_are(tmp_path: Path) -> None:

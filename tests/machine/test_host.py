@@ -291,6 +291,8 @@ def test_hub_away(tmp_path: Path, hub: Hub) -> None:
     check = host.check_hub(at, HUB_MODEL)
     assert check.status == "warning" and "Connection refused; needed for some/model-1B" in check.found
     assert check.fix.startswith("export HF_HUB_OFFLINE=1")
+    check = host.check_hub(at, load_config(None, ["source=openai/gsm8k:main"]))
+    assert check.status == "warning" and "needed for openai/gsm8k:main" in check.found
     check = host.check_hub(at, load_config())
     assert check.status == "skipped" and check.fix == "" and "this config needs nothing from it" in check.found
 

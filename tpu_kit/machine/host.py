@@ -84,7 +84,7 @@ def check_files(config: TrainConfig) -> Check:
 def check_hub(at: Machine, config: TrainConfig) -> Check:
     """Checks that the Hugging Face hub answers, if the run needs it, and that this user may download the model.
 
-    A hub id in model.name, data.eval_source, lora.adapter or distill.teacher needs the hub; data.source does not count.
+    A hub id in model.name, data.source, data.eval_source, lora.adapter or distill.teacher needs the hub.
     "failure" if the hub refuses the model (status 401 or 403). "warning" if the hub is needed and does not answer, or
     answers for the model with another error. "skipped" if the environment sets it offline, its package is absent, or
     it neither answers nor is needed.
@@ -97,7 +97,9 @@ def check_hub(at: Machine, config: TrainConfig) -> Check:
     token = get_token()
     in_file = Path(settings.HF_TOKEN_PATH).is_file() and not at.environ.get("HF_TOKEN")
     text = f"token in {settings.HF_TOKEN_PATH if in_file else 'HF_TOKEN'}" if token else "no token"
-    sources = [config[name] for name in _SOURCES if config[name] and not is_path(name, config[name])]
+    read = [("data.source", str(one.source)) for one in config.data.by_source]
+    read += [(name, config[name]) for name in _SOURCES if config[name]]
+    sources = [source for name, source in read if not is_path(name, source)]
     away = [s for s in sources if s not in GENERATED and "://" not in s and "*" not in s and not Path(s).exists()]
     if settings.HF_HUB_OFFLINE:
         return Check(name, "skipped", f"offline by HF_HUB_OFFLINE or TRANSFORMERS_OFFLINE; {text}")

@@ -50,14 +50,16 @@ def program_of(stablehlo: str, donated: tuple[int, ...], arguments: tuple[str, .
 
 
 def fingerprint(program: Program) -> str:
-    """Returns a hash, 32 hex digits, of a program's operations and `donated`.
+    """Returns a hash, 32 hex digits, of a program's operations and `donated`, if sharded also `shardings` and `mesh`.
 
-    It does not depend on metadata, such as source lines and module paths, nor on `arguments`, `shardings` and `mesh`.
+    It does not depend on metadata, such as source lines and module paths, nor on `arguments`.
     """
     module = _hlo().HloModule.from_serialized_hlo_module_proto(program.hlo)
     options = _hlo().HloPrintOptions()
     options.print_metadata, options.print_large_constants = False, True
     text = module.to_string(options) + repr(program.donated)
+    if program.shardings:
+        text += repr((program.shardings, program.mesh))
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 

@@ -147,8 +147,9 @@ def factory_mix(values: dict[str, Any], result: Translation) -> None:
     strategy, probabilities = values.pop("mix_strategy", None) or "concat", values.pop("interleave_probs", None)
     if isinstance(probabilities, str):
         probabilities = [_number(one) for one in probabilities.split(",")]
-    if strategy == "interleave_under" and len(sources) > 1:
-        _share(sources, probabilities or [1] * len(sources), "interleave_probs", result)
+    if strategy == "interleave_under":
+        if len(sources) > 1:
+            _share(sources, probabilities or [1] * len(sources), "interleave_probs", result)
     elif strategy != "concat":
         result.problems.append(
             f"mix_strategy: {strategy!r} has no counterpart here; it repeats the smaller data sets until all have "

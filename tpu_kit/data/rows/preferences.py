@@ -71,6 +71,9 @@ def read_labelled(row: Mapping[str, Any], layout: Layout, config: DataConfig) ->
         raise RowError("the row has no reply: name its column, as in data.columns={completion: COLUMN}")
     if isinstance(prompt, str) and isinstance(reply, list):
         prompt = [{"role": "user", "content": prompt}]
+    if isinstance(prompt, list) and isinstance(reply, list) and len(reply) > len(prompt):
+        repeats = all(map(_same_turn, prompt, reply))
+        reply = reply[len(prompt) :] if repeats else reply
     read, made = _as_completion(row, layout)
     return _side({**made, _PROMPT: "" if prompt is None else prompt, _COMPLETION: reply}, read, config)._replace(
         label=label

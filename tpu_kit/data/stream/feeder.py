@@ -154,7 +154,7 @@ def _raise_if_ended(folder: Path, number: int) -> None:
 
 def _write(path: Path, text: str) -> None:
     """Writes a text file, which appears when it is complete."""
-    part = path.with_suffix(".part")
+    part = path.with_name(f"{path.name}.part")  # not the folder of a shard that could not be made
     part.write_text(text)
     part.rename(path)
 
