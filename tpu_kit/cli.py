@@ -120,9 +120,9 @@ def parse(texts: Sequence[str]) -> argparse.Namespace:
     """Reads a command, the first of one or more texts, its arguments, its configuration, and the place of its adapter.
 
     Returns:
-        A namespace with the files and flags; `function`, which runs the command; `options`, an instance of each of the
-        command's dataclasses; and `settings`, the `key=value` texts that set none of their fields. If the command takes
-        a configuration, it also has
+        A namespace with the files and flags; `function`, which runs the command; `options`, an instance of every
+        dataclass of the command; and `settings`, the `key=value` texts that set none of their fields. If the command
+        takes a configuration, it also has
 
         - file: the argument, None if not given;
         - config: the TrainConfig of `file` with `settings`. Without `file` it is based on the config.yaml of the run

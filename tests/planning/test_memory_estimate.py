@@ -82,7 +82,8 @@ def test_its_errors_together(tmp_path: Path) -> None:
     assert statistics.median(sizes) <= 0.025 and sum(size <= 0.08 for size in sizes) >= 0.9 * len(sizes)
     assert min(found.values()) >= -RESERVE and max(found.values()) <= 0.15, found
     later = {name_of(one): error(one, tmp_path) for one in RECORDED["later"]}
-    assert min(later.values()) >= -0.06 and max(later.values()) <= 0.2, later
+    assert min(later.values()) >= -0.11 and max(later.values()) <= 0.2, later
+    assert sum(abs(one) <= 0.08 for one in later.values()) >= 0.8 * len(later)
 
 
 @pytest.mark.skipif(

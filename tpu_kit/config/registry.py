@@ -64,7 +64,7 @@ NAMES = {
 
 
 def absence(place: str) -> str:
-    """Returns why the module of "module:name" is absent, as text; "" if it is there, or not in tpu_kit.extras."""
+    """Returns why the module of "module:name" is not installed, as text; "" if it is, or is outside tpu_kit.extras."""
     module, _, _ = place.partition(":")
     folder, _, _ = module.rpartition(".")
     if not folder.startswith("tpu_kit.extras."):

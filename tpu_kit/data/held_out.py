@@ -99,8 +99,8 @@ def choose_questions(
     """Chooses the questions to hold out, by their hashes and the seed; `held_out_rows` says how many.
 
     Args:
-        questions: questions of the rows, int64 hashes, which may repeat. The number of different questions outside of
-            `earlier` decides how many a null or fractional eval_rows means.
+        questions: questions of the rows, int64 hashes, which may repeat. If eval_rows is null or a fraction, the number
+            to hold out depends on the number of different questions outside of `earlier`.
         earlier: prompts of earlier replies in chats. They are not chosen, because training on the chat trains on them.
         config: the data section.
         trained: prompts that the run's starting adapter was trained on. They are not chosen.

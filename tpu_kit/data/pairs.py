@@ -98,9 +98,9 @@ class PairCounts(NamedTuple):
         equal: pairs left out because both replies are the same.
         cut_equal: pairs left out because both replies are the same after truncation.
         no_room: pairs left out because the prompt leaves no room for a token of both replies.
-        moved: usable pairs whose common prompt ends before the loss of a reply begins.
+        moved: usable pairs in which the loss of a reply begins after the end of the common prompt.
         tokens: tokens of the units.
-        apart: tokens of the same pairs as two documents.
+        apart: tokens of the units if every reply had its own copy of the prompt.
         good: rows labelled as good; None for pairs.
     """
 
@@ -139,9 +139,9 @@ def columns_of_pair(
 ) -> dict[str, Any]:
     """Returns the columns of a tokenised pair: both texts, the chosen first; `as_units` truncates the replies.
 
-    They are input_ids, loss_mask, full_length and whole_length (both the number of tokens of both texts), and pair
-    (`PairTokens`). Further columns are special (first text of a special token in either text, or "") and reasoning,
-    counted in the chosen reply.
+    They are input_ids, loss_mask, full_length and whole_length (both are the length of input_ids), pair (`PairTokens`),
+    special (first text of a special token in either text, or "") and reasoning (`ReasoningCounts` of the chosen
+    text).
 
     Args:
         chosen: the conversation with the chosen reply; its `rejected` has the other reply.

@@ -137,10 +137,11 @@ def merge(tuned: TunedModel) -> LogitComparison:
 
 
 def save_merged(tuned: TunedModel, folder: Path, dtype: torch.dtype) -> None:
-    """Writes the model, which `merge` has merged, in `dtype` with its tokenizer to `folder`, as `save_model`.
+    """Writes the model and its tokenizer to `folder` by `save_model`, with the end tokens `tuned.stops`.
 
-    The written end tokens are `tuned.stops`. Raises ValueError if the tokenizer that is read again has another chat
-    template, or makes other tokens of `tuned.texts`.
+    `merge` must have merged the model. The written weights have the type `dtype`; a model that is not streamed is cast
+    in place. Raises ValueError if the written tokenizer, when it is read again, has another chat template, or makes
+    other tokens of `tuned.texts`.
     """
     from transformers import AutoTokenizer
 

@@ -115,9 +115,10 @@ class Machine:
     def tpu_signs(self) -> str:
         """Returns the evidence of a TPU in this machine, such as "4 x v5e"; empty if there is none.
 
-        The bus may show no chip: chips.toml may lack it, or a container may hide the bus. Then the paths of the device
-        files count, or without them the environment variables `TPU_NAMES`, as "NAME=VALUE". Commas separate several.
-        Other devices have vfio files too, so these count only if libtpu or torch_tpu is installed.
+        The bus may show no chip: chips.toml may lack it, or a container may hide the bus. Then the result has the paths
+        of the device files. Without such files, it has "NAME=VALUE" for every variable in `TPU_NAMES` that is set.
+        Commas separate several paths or variables. Other devices have vfio files too, so these count only if libtpu or
+        torch_tpu is installed.
         """
         if tpus := self.tpus():
             return f"{len(tpus)} x {tpus[0]}"

@@ -171,9 +171,9 @@ def check_claims(
 ) -> Iterator[Check]:
     """Checks the claims on the devices of `config.launch`; yields a `Check` per claim, whose name is the claim.
 
-    It is a failure if the claim does not hold or its check raises, and skipped if this machine cannot check it.
-    `announce` is called with a claim before its check; `options` are `questions` and `settings` of `Claims`. The runs
-    print nothing.
+    The status is "failure" if the claim does not hold or its check raises, and "skipped" if this machine cannot check
+    the claim. `announce` is called with a claim before its check; `options` are `questions` and `settings` of `Claims`.
+    The runs print nothing.
     """
     with tempfile.TemporaryDirectory(prefix="tpu_kit-") as folder:
         for text, check in Claims(config.launch, Path(folder), **options).run():

@@ -142,15 +142,17 @@ def remats(config: TrainConfig, where: TargetSlice, shape: Shape) -> Sequence[Re
 
 
 def batches(base: Setting, rows: Count, limit: int) -> Iterator[tuple[int, int | None]]:
-    """Yields candidates (rows of a replica in a pass, rows of an update); None: rows x replicas x passes of `config`.
+    """Yields candidates (rows of a replica in a pass, rows of an update); None: rows x replicas x passes of an update.
 
-    If the rows of an update are open, rows in a pass are powers of two, the smallest first. Otherwise they divide a
-    replica's rows of an update, the largest first; a run that samples has all numbers.
+    If the rows of an update are open, rows in a pass are powers of two, the smallest first. Otherwise they are the
+    divisors of a replica's rows of an update or, in a run that samples, all numbers; the largest first. The
+    divisors raise ConfigError if the replicas do not divide optim.global_batch_size. Raises ValueError as `estimate`.
 
     Args:
-        base: the run on the slice. A batch size in its `sources` is the only candidate, even if it does not fit.
-        rows: rows of the data; if known, open rows of an update leave at least `LEAST_UPDATES` updates an epoch.
-        limit: most rows in a pass. More rows than fit by formula are left out, but 1 is always a candidate.
+        base: the run on the slice. A batch size in `config.sources` is the only candidate, even if it does not fit.
+        rows: rows of the data; if known, open rows of an update leave at least `LEAST_UPDATES` updates an epoch, except
+            in a run that samples.
+        limit: most rows in a pass. Numbers of rows that do not fit by formula are left out, except 1.
     """
     config, optim, replicas = base.config, base.config.optim, base.where.replicas
     whole = optim.global_batch_size

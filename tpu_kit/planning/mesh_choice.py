@@ -112,8 +112,8 @@ def check_mesh(config: TrainConfig, devices: int, shape: Shape | None, slices: i
     If `shape` is None (not known), the model is not checked.
 
     Raises:
-        ConfigError: the mesh does not divide the attention heads or the tokens; the model or the rows do not support
-            its axes; the slices do not divide its data axis; or optim.batch_size is "auto" and `shape` None.
+        ConfigError: the mesh does not divide the attention heads or the tokens, or the slices do not divide its data
+            axis. Or the model or the rows do not support its axes, or optim.batch_size is "auto" and `shape` None.
         ValueError: the mesh has another number of devices.
     """
     assert config.launch.mesh is not None

@@ -65,7 +65,7 @@ class UpdateSums(NamedTuple):
 class TrainState:
     """The state of training on the device.
 
-    A checkpoint stores every layer's tensors separately, so it does not depend on which layers are stacked.
+    A checkpoint does not depend on which layers are stacked: `read_tensors` returns separate tensors for every layer.
 
     Attributes:
         params: the trained parameters by name, fp32.
@@ -74,11 +74,11 @@ class TrainState:
         rates: the learning rate of each parameter, as a multiple of optim.learning_rate.
         optimizer: from `optimizer.OPTIMIZERS`.
         moments: the optimizer's moments, by name of the parameter and kind.
-        passes: traced forward and backward passes by the shapes of a batch; None for a pass traced in every step.
+        passes: maps the shapes of a batch to a traced forward and backward pass, or to None if every step traces it.
         average: exponential moving average of the parameters, by name, or None.
         applied: () number of applied updates, without skipped updates.
-        report: (7 + N,) a packed `UpdateSums`. Every step makes a new tensor, so that the host can read the previous
-            tensor while the next step runs.
+        report: (7 + N,) a packed `UpdateSums` with N extra sums of the objective. Every step makes a new tensor, so
+            that the host can read the previous tensor while the next step runs.
     """
 
     def __init__(
@@ -183,11 +183,11 @@ class TrainState:
         return _unstacked(values, self.stacks)
 
     def part(self, runtime: Runtime) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-        """Copies the shards that this host saves to the CPU.
+        """Copies to the CPU the shards that this host saves; does not split stacks of layers.
 
         Returns:
-            The shards, by the name in `tensors` and the slice of every axis, such as "parameters/NAME@0:4,8:16"; and
-            the layout for `joined`, which can be written as JSON.
+            A dict from key to shard, and the layout for `joined`, which can be written as JSON. A key has a name from
+            `tensors` and the slice of every axis, such as "parameters/NAME@0:4,8:16".
         """
         tensors = self.tensors()
         shards = {

@@ -137,13 +137,13 @@ def compiled_figures(
     Args:
         text: the text of the program, XLA's `HloModule.to_string()`.
         stats: XLA's memory statistics of the program.
-        accessed_once: see `hlo.costs`.
-        also: see `compile_program`.
-        seconds: see `compile_program`.
+        accessed_once: bytes accessed according to the TPU compiler's analysis, which counts a loop as one trip.
+        also: takes the `hlo.Module` and the list of its instructions' `hlo.Cost`; returns additional fields.
+        seconds: returns the seconds of one execution of an instruction, from its costs.
 
     Returns:
-        A dict per device: argument_bytes, output_bytes, aliased_bytes, temporary_bytes, code_bytes, loop_trips
-        (`Module.trips`), collectives (`Module.collectives`), and the fields of `also` and of `hlo.costs`.
+        One dict with figures of one device: argument_bytes, output_bytes, aliased_bytes, temporary_bytes, code_bytes,
+        loop_trips (`Module.trips`), collectives (`Module.collectives`), and the fields of `also` and of `hlo.costs`.
     """
     from jaxlib import xla_client
 

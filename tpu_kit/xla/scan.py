@@ -302,8 +302,8 @@ class Traced:
 def replace_contents(buffers: Sequence[torch.Tensor], found: list[torch.Tensor]) -> None:
     """Copies each tensor of `found` into the buffer at its place in `buffers`; then clears the list `found`.
 
-    On TorchTPU it copies nothing: the tensors become the buffers' data. On torch_xla, tensors that are alive when the
-    graph is cut would be outputs with their own memory.
+    On TorchTPU it copies nothing: the tensors become the buffers' data. It clears the list because, on torch_xla,
+    tensors that are alive when the graph is cut would be outputs with their own memory; keep no other references.
     """
     for buffer, new in zip(buffers, found, strict=True):
         if buffer.device.type == "tpu":  # tensors are not lazy, and a copy would be a separate program

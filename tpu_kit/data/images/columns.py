@@ -137,10 +137,10 @@ class ImageColumns:
         return self._processor.identity.encode() + b"".join(one.tobytes() for one in arrays)
 
     def add(self, dataset: PackedDataset, rows: np.ndarray, tensors: dict[str, torch.Tensor]) -> None:
-        """Adds the image tensors of `rows`, the first axis, on the CPU: names and other axes as `vision.columns_of`.
+        """Adds the image tensors of `rows` to `tensors`, on the CPU, with the rows as the first axis.
 
-        If a picture of a document cannot be decoded, all its pictures stay zeros, and its labels become `IGNORED`. A
-        warning on stderr names its data set row, once.
+        Names and other axes are as in `vision.columns_of`. If a picture of a document cannot be decoded, all its
+        pictures stay zeros, and its labels become `IGNORED`. A warning on stderr names its data set row, once.
 
         Args:
             dataset: the packed documents of the images.

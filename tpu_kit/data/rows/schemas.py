@@ -394,13 +394,15 @@ def _continued(messages: list[dict[str, Any]], first: int, tools: list[Any] | No
 
 
 def problem(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> dict[str, str]:
-    """Returns the texts "question", "reasoning" (empty if the row has none) and "answer" of a row of `Layout.plain`.
+    """Returns the texts "question", "reasoning" (empty if the row has none) and "answer" of a row.
 
-    The question includes its context and its options. An answer that is the number of an option becomes its label.
+    `row` is a result of `layout.plain`, which decodes cells and adds the fields of dotted columns. The question
+    includes its context and its options. An answer that is the number of an option becomes its label.
 
     Raises:
-        RowError: a cell is empty, or no text, number, object or list. The answer is a number or a letter that fits no
-            option, or two. Reasoning is both in its column and in tags, or nothing follows it.
+        RowError: a cell is empty, or is not text, a number, an object or a list. The answer is a number or a letter
+            that fits no option, or is both the text of an option and the number of an option. Reasoning is both in its
+            column and in tags of the answer, or nothing follows the reasoning in the answer.
     """
     columns = layout.columns
     question = question_of(row, layout)

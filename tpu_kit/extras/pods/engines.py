@@ -53,7 +53,8 @@ def start_script(job: SliceJob, report: str = "", train: str = "exec {}") -> str
 
     Args:
         job: the job.
-        report: shell lines to run first, with a line break before them; gcloud's script stores its exit code with them.
+        report: "", or a line break and shell lines that run before the installation; gcloud's lines store the
+            script's exit code.
         train: shell text in which the training command replaces {}. The default `exec` replaces the shell, so that
             SIGTERM reaches the run.
     """

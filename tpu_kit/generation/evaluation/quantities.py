@@ -177,9 +177,9 @@ def arithmetic(text: str) -> str:
 
 
 def quantity(text: str) -> Quantity | None:
-    """Parses a text from `clean` that is a number, with a unit or the counted things ("5 apples"); else None.
+    """Parses a text from `clean` that is a number, alone or with a unit or counted things ("5 apples"); else None.
 
-    Words such as "it is" or "about" before it, "x =" and "thousand" are allowed. "5 or more" gives None.
+    Words such as "it is" or "about" or "x =" may precede the number; "thousand" may follow. "5 or more" gives None.
     """
     text = arithmetic(without_dollars(text)).strip(" \n\t,;:\"'")
     text = text if text.endswith("..") else text.removesuffix(".")

@@ -44,8 +44,8 @@ class Visibility(NamedTuple):
 
     Attributes:
         segment_ids: number of the token's document; 0 = padding. None for plain rows.
-        prefix_ids: for documents that share a prefix: n > 0 at tokens of prefix n, -n at tokens of later documents that
-            also see this prefix, 0 elsewhere. None if no documents share a prefix.
+        prefix_ids: for documents that share a prefix. A token of prefix n has n > 0, a token of a later document that
+            also sees prefix n has -n, and other tokens have 0. None if no documents share a prefix.
         ahead: number of later tokens that a token sees in layers with a window; None if tokens see only earlier tokens.
         most_ahead: maximum of `ahead`.
         everywhere: whether tokens look ahead in all layers instead of only in layers with a window.
@@ -76,7 +76,7 @@ class Visibility(NamedTuple):
         return self.mask_of(self, torch.arange(self.segment_ids.shape[1], device=self.segment_ids.device), looks_ahead)
 
     def mask_of(self, queries: Visibility, places: torch.Tensor, looks_ahead: bool = False) -> torch.Tensor:
-        """Returns the rows of `mask` for Q tokens: boolean (B, 1, Q, S), true if seen.
+        """Returns the rows of `mask` for Q tokens: boolean (B, 1, Q, S), true if seen; plain rows have no mask.
 
         Args:
             queries: visibility of the Q tokens, (B, Q).

@@ -64,9 +64,9 @@ def in_blocks(loops: Sequence[Loop]) -> list[Loop]:
 
 
 def check_blocks(loops: Sequence[Loop]) -> None:
-    """Raises ValueError if optim.remat=blocks would save as many states as optim.remat=full.
+    """Raises ValueError if optim.remat=blocks would store as many states as optim.remat=full.
 
-    `loops` is a result of the function `loops`. Blocks save no states if, for example, the number of layers is prime.
+    `loops` is a result of the function `loops`. An example is a prime number of layers that are all equal.
     """
     if not any(loop.period > 1 for loop in in_blocks(loops)):
         counts = ", ".join(str(loop.turns) for loop in loops)

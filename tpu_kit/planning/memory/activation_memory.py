@@ -22,7 +22,7 @@ from tpu_kit.config.loader import TrainConfig, batch_arithmetic
 from tpu_kit.config.mesh import Mesh
 from tpu_kit.model.families.input_work import inputs_of
 from tpu_kit.model.loop.loop_structure import ALONE
-from tpu_kit.model.shape import Alive, Experts, Layer, Shape, most
+from tpu_kit.model.shape import Alive, Experts, Layer, Shape
 from tpu_kit.model.shape_cache import shape_of
 from tpu_kit.model.sharding.sharding_rules import Tensor
 from tpu_kit.planning.memory.argument_memory import (
@@ -39,7 +39,8 @@ if TYPE_CHECKING:
     from tpu_kit.training.objectives import Frozen, Objective
 
 MORE_WORK, MOST_MORE = 0.3, 2**28
-"""Additional bytes in HBM for each traced byte of a layer, and their upper limit, read at 32,768 tokens."""
+"""Additional bytes in HBM for each traced byte of a layer, and their upper limit outside of an MLP's tile, read at
+32,768 tokens."""
 UNPACKED = {"int8": 0.7, "int4": 1.5}
 """Bytes for each weight of a layer that is sliced from a stack and converted."""
 GATHERED = {"int8": 1.0, "int4": 2.75, "bf16": 2.5, "fp32": 5.0}
@@ -361,9 +362,11 @@ class PeakActivationModel:
         return self.work(kind.backward, 0) + fused * (blocks - 1) * query
 
     def work(self, alive: Alive, tile: int) -> float:
-        """Returns the bytes of a layer's own tensors; some of them exist for one tile of the MLP."""
-        traced = most(alive, self.tokens, tile) * self.compute / 2 / self.parts
-        return traced + min(MORE_WORK * traced, MOST_MORE)
+        """Returns the bytes of a layer's own tensors; some of them exist for `tile` tokens, one tile of the MLP."""
+        scale = self.compute / 2 / self.parts
+        outside, within = max(((out * self.tokens, inside * tile) for out, inside in alive), key=sum)
+        more = min(MORE_WORK * outside * scale, MOST_MORE) + MORE_WORK * within * scale
+        return (outside + within) * scale + more
 
     def weights(self, kind: Layer) -> float:
         """Returns the bytes of a layer's weights, sliced from their stacks; on a mesh all are gathered over fsdp."""
