@@ -117,19 +117,19 @@ for _name, _command in _INSTALLED.items():
 
 
 def parse(texts: Sequence[str]) -> argparse.Namespace:
-    """Reads a command, the first of one or more texts, its arguments, its configuration, and the place of its adapter.
+    """Reads the command line: a command, which is the first text, its arguments, its configuration and its adapter.
 
     Returns:
         A namespace with the files and flags; `function`, which runs the command; `options`, an instance of every
-        dataclass of the command; and `settings`, the `key=value` texts that set none of their fields. If the command
-        takes a configuration, it also has
+        dataclass of the command; and `settings`, the `key=value` texts whose keys are no fields of these dataclasses.
+        If the command takes a configuration, it also has
 
         - file: the argument, None if not given;
         - config: the TrainConfig of `file` with `settings`. Without `file` it is based on the config.yaml of the run
           that the option `adapter` names, or else on the defaults.
         - adapter: the text of the option `adapter`, unchecked, if it is given. Otherwise the folder (Path) or URL of
-          the adapter in the run `file`. None means the base model: for adapter=null, and if `file` is no run or has no
-          adapter.
+          the adapter in the run `file`. None means the base model. It is None for adapter=null, and without this
+          option if `file` is not given, is no run, or has no adapter.
 
     Raises:
         ConfigError: a command, flag, key or value is wrong, there are too many files, `file` or its run does not exist,

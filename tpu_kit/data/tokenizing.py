@@ -154,12 +154,12 @@ class Tokenized:
         encoder: encoder of the rows.
         documents: documents, truncated to max_length (pairs are not, before `as_units`).
         full_lengths: (documents,), tokens before truncation.
-        whole_lengths: (documents,), in the first document of a chat, the tokens of the chat if it were a single
-            document; 0 in its other documents.
-        questions: (documents,), the last of `Conversation.questions` of the document's row.
-        users: (documents,), the same hash of only the user turns.
+        whole_lengths: (documents,), in the first document of a row, the tokens of the row as a single document; 0 in
+            its other documents.
+        questions: (documents,), the last hash of `Conversation.questions` of the document's row.
+        users: (documents,), the same hash without system turns and tools.
         special: (documents,), text of a special token in the document's row; empty if it has none.
-        earlier: (prompts,), the other elements of `Conversation.questions`: prompts of earlier replies in chats.
+        earlier: (prompts,), the other hashes of `Conversation.questions`: prompts of earlier replies in chats.
         earlier_documents: (prompts,), document number of an element of `earlier`.
         reasoning: (documents, 4), the counts of `ReasoningCounts`.
         skipped: number of unusable rows.
@@ -211,7 +211,7 @@ class Tokenized:
         return np.isin(source_rows, source_rows[first[np.isin(unique, questions)]])
 
     def same_users(self) -> int:
-        """Returns the number of rows with the same user turns as another row that is a different question."""
+        """Returns the number of rows that differ from another row's question only in system turns or tools."""
         order = np.lexsort((self.questions, self.users))
         users, questions = self.users[order], self.questions[order]
         several = users[1:][(users[1:] == users[:-1]) & (questions[1:] != questions[:-1])]
@@ -514,7 +514,7 @@ def _entries(row: _Row, encoder: Encoder) -> list[dict[str, Any]]:
 def split_text(example: Example, config: DataConfig) -> list[Example]:
     """Cuts a text into examples of up to `data.max_length` tokens, whose first token has no loss.
 
-    If a single token would be left at the end, it takes the last token of the example before into its example.
+    If the last example would have a single token, the last token of the example before it moves to it.
     """
     count, length = len(example.input_ids), config.max_length
     cuts = list(range(0, count, length))

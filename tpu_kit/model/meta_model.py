@@ -261,7 +261,7 @@ class Trace(TorchDispatchMode):
     Attributes:
         attention: the last call of an attention function: module, query heads, key-value heads, size of a head.
         flops: FLOPs per token of matrix products by torch's formulas: "forward"; "backward", without gradients of
-            weights; "weights", the gradients of all weights, counted as the forward products with weights.
+            weights; "weights", the gradients of all weights, which need as many as the forward products with weights.
     """
 
     def __init__(self) -> None:
@@ -332,7 +332,8 @@ class Trace(TorchDispatchMode):
         """Returns `Layer.forward`, `backward` and `saved`: peaks of both passes, and bytes saved, all per token.
 
         Args:
-            wide: widths of arrays that exist for a single tile of tokens at a time.
+            wide: widths of the arrays that a tiled MLP has for one tile of tokens at a time. Their bytes are the second
+                numbers of `Alive`. Without tiles it is empty.
         """
         forward, last = self._lives(self.backward), self._lives(len(self.values))
         within = [value.elements in wide for value in self.values]

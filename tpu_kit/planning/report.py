@@ -352,7 +352,7 @@ def pick(plans: Sequence[Plan]) -> Plan:
 def why(plans: Sequence[Plan]) -> str:
     """Explains the plan that `pick` returns: memory, hours and cost, the fastest plan if it is another, and `limits`.
 
-    If no plan fits, the text names the nearest slice, and has only its `limits`.
+    If no plan fits, the text has only the name of this plan's slice and the `limits` of this plan.
     """
     best = pick(plans)
     run = best.run

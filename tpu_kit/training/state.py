@@ -74,7 +74,7 @@ class TrainState:
         rates: the learning rate of each parameter, as a multiple of optim.learning_rate.
         optimizer: from `optimizer.OPTIMIZERS`.
         moments: the optimizer's moments, by name of the parameter and kind.
-        passes: maps the shapes of a batch to a traced forward and backward pass, or to None if every step traces it.
+        passes: the traced forward and backward pass by the shapes of a batch; None if every step traces it anew.
         average: exponential moving average of the parameters, by name, or None.
         applied: () number of applied updates, without skipped updates.
         report: (7 + N,) a packed `UpdateSums` with N extra sums of the objective. Every step makes a new tensor, so
@@ -186,8 +186,8 @@ class TrainState:
         """Copies to the CPU the shards that this host saves; does not split stacks of layers.
 
         Returns:
-            A dict from key to shard, and the layout for `joined`, which can be written as JSON. A key has a name from
-            `tensors` and the slice of every axis, such as "parameters/NAME@0:4,8:16".
+            A dict from key to shard, and a layout, which `joined` needs and which can be written as JSON. A key has a
+            name from `tensors` and the slice of every axis, such as "parameters/NAME@0:4,8:16".
         """
         tensors = self.tensors()
         shards = {

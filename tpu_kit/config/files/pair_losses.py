@@ -21,17 +21,17 @@ def is_pair_loss(value: Any) -> bool:
 
 
 def name_losses(values: dict[str, Any], case: Collection[str], result: Translation) -> None:
-    """Moves the keys of preference losses, and of the likelihood's weight, from the values of a file to `result`.
+    """Translates the preference losses of another trainer, and the weight of the likelihood beside them.
 
-    The keys depend on the trainer, such as loss_type, loss_weights and rpo_alpha for TRL. A weight of the likelihood
-    other than 0 adds the loss sft with this weight.
+    The keys depend on the trainer, such as loss_type, loss_weights and rpo_alpha for TRL. If the likelihood's weight
+    (its default, if absent) is not 0, the losses also have sft with this weight.
 
     Args:
-        values: the file's values by dotted name; the keys are removed.
-        case: the cases of other_trainers.toml that hold.
+        values: the file's values by dotted name; the function removes the keys that it translates.
+        case: words of the trainer's name, such as "axolotl" or "CPO", and the cases of other_trainers.toml that hold.
         result: receives `preference.losses`, `preference.loss_weights` (if there are weights), and a note. It receives
-            a problem if the likelihood's weight is no number or is beside kto, or for a loss of CPOTrainer other than
-            simpo and alphapo.
+            a problem if the likelihood's weight is no number, or if it is not 0 and the loss is kto. A loss of
+            CPOTrainer is a problem, too, unless it is simpo or alphapo.
     """
     said = dict[str, Any]()
 

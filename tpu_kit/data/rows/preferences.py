@@ -16,7 +16,7 @@ _TRAINED_KEYS = ("tool_calls", "function_call", *MESSAGE_KEYS, *TABLES["message_
 
 
 def read_pair(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
-    """Returns the chosen conversation of a row of `Layout.plain`; its field `rejected` is the rejected conversation.
+    """Returns a row's chosen conversation, and in its field `rejected` the other; `row` is a result of `layout.plain`.
 
     The prompt is in the first filled column with the role `messages`, `prompt` or `question`. A question, after its
     `history`, becomes a user turn. A text in `prompt` becomes one too if the replies are messages; otherwise prompt and
@@ -48,7 +48,7 @@ def read_pair(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Con
 
 
 def read_labelled(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
-    """Returns a prompt with a reply, from a row of `Layout.plain`; sets `Conversation.label`, true for a good reply.
+    """Returns a prompt with a reply, from a row (result of `layout.plain`); sets `Conversation.label`, true if good.
 
     The label is the cell of the role `label`, by `is_wanted`. The prompt is as in `read_pair`; a text without a prompt
     is plain text. Without a column `completion` the reply is the last turn of the messages.

@@ -185,7 +185,7 @@ def conversation(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> 
 
 
 def _of_row(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
-    """Reads a row of `Layout.plain` without adding `data.system_prompt` or images; RowError as `conversation`."""
+    """Reads a row (result of `layout.plain`) without `data.system_prompt` and images; RowError as `conversation`."""
     for column in layout.switches:
         if is_wanted(column, row.get(column)) is False:
             raise RowError(
@@ -237,7 +237,7 @@ def read_text(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Con
 
 
 def read_chat(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
-    """Returns the chat of a row of `Layout.plain`; `first` is the index of the chat's first reply with loss.
+    """Returns the chat of a row (result of `layout.plain`); `first` is the index of the chat's first reply with loss.
 
     If the column `answer` adds the last reply, `first` is the index of the first message with loss in that reply.
     Raises RowError as `conversation`, and if the chat ends in another reply than the `answer`.
@@ -254,7 +254,7 @@ def read_chat(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Con
 
 
 def read_prompt(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
-    """Returns the prompt, text or messages, of a row of `Layout.plain` as a chat, for runs that sample replies.
+    """Returns the prompt, text or messages, of a row (result of `layout.plain`) as a chat, for sampled replies.
 
     The reply is `NO_REPLY`. If the prompt ends in a reply, `NO_REPLY` is joined to it, and it is the field `begun`.
     Raises RowError as `conversation`, and as `expected_answer`.
@@ -271,9 +271,10 @@ def read_prompt(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> C
 
 
 def read_problem(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
-    """Returns a question, its answer and any reasoning, from a row of `Layout.plain`, as a chat.
+    """Returns a question, its answer and any reasoning as a chat; raises RowError as `conversation`.
 
-    Replies in the `history` carry loss too; `first` is the first of them. Raises RowError as `conversation`.
+    `row` is a result of `layout.plain`. Replies in the row's `history` carry loss, too, so `Conversation.first` is the
+    index of the chat's first reply with loss.
     """
     column, system, tools = layout.columns["question"], _system(row, layout, config), _tools(row, layout)
     question, reasoning, answer = problem(row, layout, config).values()
@@ -311,7 +312,7 @@ def _calls(row: Mapping[str, Any], column: str, tools: list[Any] | None) -> list
 
 
 def read_completion(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> Conversation:
-    """Returns the prompt and the completion of a row of `Layout.plain`: two joined plain texts, or a chat.
+    """Returns the prompt and the completion of a row (result of `layout.plain`): two joined plain texts, or a chat.
 
     A prompt of messages may have a completion of text, which becomes a reply, or of messages. A reply at its end is the
     field `begun`, which a completion of text continues. Raises RowError as `conversation`, for a prompt of text with a
@@ -414,9 +415,10 @@ def problem(row: Mapping[str, Any], layout: Layout, config: DataConfig) -> dict[
 
 
 def question_of(row: Mapping[str, Any], layout: Layout) -> str:
-    """Returns the question of a row after its context, if it has any; raises RowError as `content_text`.
+    """Returns the question of a row, with its context if it has any; raises RowError as `content_text`.
 
-    The context follows the question if the question's column is named "instruction".
+    `row` is a result of `layout.plain`. The text begins with the context, or with the question if the question's column
+    is named "instruction".
     """
     columns = layout.columns
     question = _cell(row, columns["question"])
@@ -429,7 +431,7 @@ def question_of(row: Mapping[str, Any], layout: Layout) -> str:
 
 
 def expected_answer(row: Mapping[str, Any], layout: Layout) -> Any:
-    """Returns the expected answer of a row of `Layout.plain`: a text, or a list of alternative texts.
+    """Returns the expected answer of a row (result of `layout.plain`): a text, or a list of alternative texts.
 
     Numbers become texts; an empty cell, true and false are returned unchanged. None without a column "answer".
 

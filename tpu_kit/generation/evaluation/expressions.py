@@ -56,10 +56,11 @@ _DECIMAL = re.compile(r"(?<![\d.])0?\.(0+)[1-9]|(?:10\s*\^\s*\{?\s*|\de)-(\d+)")
 
 
 def is_expression(text: str) -> bool:
-    """Whether a text is a formula: numbers, operators, LaTeX, known functions and words of at most three letters.
+    """Returns whether a text looks like a formula; its words are known functions or have at most three letters.
 
-    A number, a range, a date or a word alone is no formula. A text with an English word such as "is", with numbers
-    beside each other, or over 1,000 characters is no formula either.
+    A formula has LaTeX, a sign such as + or π, brackets, a comma between numbers, or a number before a letter. So
+    1,000, 12/25/2020, 1 - 5 and 5 km are formulas; 5, -5, 50%, 1-5, 2020-12-25 and a word alone are not. An English
+    word such as "is", numbers with only a space between them, and over 1,000 characters make a text no formula.
     """
     if len(text) > _LONGEST or not _STRUCTURE.search(text) or _NOT_ONE.search(text):
         return False

@@ -67,16 +67,16 @@ def verifier_named(name: str, parameter: str = "tracking.verifier") -> str | Ver
 
 
 def judge(row: Mapping[str, Any], text: str, config: DataConfig, verifier: str | Verifier = "auto") -> Verdict:
-    """Judges whether a reply is correct; the verdict has the verifier's error, if it raises an exception.
+    """Judges whether a reply is correct, not the form of its reasoning; an exception of the verifier is the `error`.
 
     Args:
-        row: a row. A rule compares with its "answer", the expected answer or a list of accepted answers; without one,
-            the verdict is None. A function may read any column.
+        row: a row. A rule compares with its "answer", the expected answer or a list of accepted answers. Without an
+            answer, the verdict's `correct` is None. A function may read any column.
         text: the reply, with its reasoning. A reply that ends within its reasoning is wrong.
         config: the data section, with the reasoning tags.
-        verifier: from `verifier_named`. A function gets the row and the text after the reasoning. Its result may be
-            True, False, a number or None, which gives the verdict None. The number 1 is correct, a smaller number is
-            wrong, and a larger number or a text is an error.
+        verifier: from `verifier_named`. A function gets the row and the text after the reasoning. It may return True,
+            False, a number, or None. For None, the verdict's `correct` is None. The number 1 is correct, a smaller
+            number is wrong, and a larger number or a text is an error.
     """
     answer = text.rpartition(config.think_close)[2]
     try:

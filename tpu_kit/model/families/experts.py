@@ -112,9 +112,10 @@ def routers_of(model: torch.nn.Module) -> set[str]:
 def targets_for_peft(model: Any, names: Iterable[str]) -> tuple[list[str], list[str]]:
     """Returns PEFT's (target_modules, target_parameters), both sorted, for linear layers whose paths end in `names`.
 
-    In the families of Qwen2-MoE and Mixtral, PEFT takes some names for names of experts. The first list has all other
-    names. For a linear layer with such a name, for example in shared experts, the second list has "parent.name.weight",
-    the end of its path; routers are left out. In other models the second list is empty.
+    In models of the families Qwen2-MoE and Mixtral, PEFT mistakes some names for names of experts. The first list has
+    the other names. The second list has "parent.name.weight", the end of the path, for every linear layer with a
+    mistaken name, such as a layer of shared experts, but not for routers. In other models the first list has all names,
+    and the second list is empty.
     """
     from peft import LoraConfig as PeftLoraConfig
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers

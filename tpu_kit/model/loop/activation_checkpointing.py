@@ -298,7 +298,10 @@ def chunk_mlp(mlp: torch.nn.Module, tokens: int) -> None:
 
 
 def cast_once(layer: torch.nn.Module) -> set[str]:
-    """Returns the names of LoRA weights whose gradient is a single product, no sum over tiles; empty with DoRA."""
+    """Returns the names of a layer's LoRA weights that a loop may cast to the dtype of autocast; empty with DoRA.
+
+    The gradient of such a weight is a single product, no sum over tiles. Call `chunk_mlp` before this function.
+    """
     sums = [f"{name}." for name, part in layer.named_modules() if isinstance(part, _Tiled)]
     if any("lora_magnitude" in name for name, _ in layer.named_parameters()):
         return set()

@@ -200,12 +200,13 @@ def documents(rollout: Rollout, tasks: Tasks, mask_truncated: bool) -> list[Samp
 
 
 def measured(rollout: Rollout) -> dict[str, float]:
-    """Returns the metrics of an exchanged rollout for the log, by name, without metrics that are NaN.
+    """Returns the metrics of an exchanged rollout for the log, by name; leaves out metrics of rewards that are NaN.
 
     They are completions/mean_length, completions/max_length, completions/truncated (a share), rollout_seconds and
-    rollout_tokens_per_second (all tokens over this replica's seconds). Without a teacher as judge also rewards/NAME,
-    reward, reward_std, frac_reward_zero_std (flat groups), frac_all_wrong (flat groups without a reward above 0),
-    completions/not_judged and reward_seconds.
+    rollout_tokens_per_second (all tokens over this replica's seconds). Unless a teacher is the judge, there are also
+    reward_seconds, the means rewards/NAME and reward, and reward_std, the mean of the groups' standard deviations.
+    Shares are completions/not_judged, frac_reward_zero_std (groups with equal rewards) and frac_all_wrong (groups with
+    equal rewards and no reward above 0).
     """
     names, judgement = [*rollout.judgement.parts], rollout.judgement
     columns = [torch.tensor(judgement.parts[name], dtype=torch.float32) for name in names]
