@@ -30,3 +30,11 @@ def test_the_patterns_find_what_they_are_for() -> None:
     source = '"""A docstring of four words."""\nraise ValueError(f"{x} is wrong, use y")  # a comment\n'
     assert [*prose.texts_of_module(source)] == ["a comment", "A docstring of four words.", "X is wrong, use y"]
     assert [*prose.texts_of_module(source, messages=False)] == ["a comment", "A docstring of four words."]
+
+
+def test_a_draw_shows_public_functions_without_their_code() -> None:
+    drawn = prose.drawn(1)
+    assert drawn == prose.drawn(1) != prose.drawn(2) and len({place for place, _ in drawn}) == prose.DRAWN
+    for place, text in drawn:
+        name = place.rpartition(" ")[2].rpartition(".")[2]
+        assert not name.startswith("_") and f"def {name}(" in text

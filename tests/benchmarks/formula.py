@@ -122,6 +122,19 @@ def write(recorded: dict[str, Any]) -> None:
     (Path(__file__).parents[1] / "recorded_memory.json").write_text(text)
 
 
+def claim(folder: Path) -> str:
+    """Returns the sentence of README.md about all recorded steps."""
+    derive_shapes(folder)
+    steps = [one for name in LISTS for one in RECORDED[name] if "total_bytes" in one]
+    errors = [100 * (estimated(one, folder).total_bytes / one["total_bytes"] - 1) for one in steps]
+    sizes = [abs(error) for error in errors]
+    near = 100 * sum(size <= 8 for size in sizes) / len(sizes)
+    return (
+        f"On {len(steps)} steps of the TPU compiler its median error is {statistics.median(sizes):.1f} %, "
+        f"{near:.0f} % are within 8 %, and it is at most {-min(errors):.1f} % too low and {max(errors):.0f} % too high"
+    )
+
+
 def section(printed: str, drawn: str, later: str) -> str:
     """Returns the section of tpu_kit/planning/README.md, with the last line of each table."""
     summary, of_drawn, of_later = (text.rpartition("\n\n")[2].rstrip(".") for text in (printed, drawn, later))

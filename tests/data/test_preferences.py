@@ -82,6 +82,13 @@ def test_a_system_turn_and_earlier_turns_belong_to_the_prompt() -> None:
     assert "Be kind." in texts_of(config)[0]
 
 
+@pytest.mark.parametrize("eval_rows", [0, None])
+def test_fine_tuning_needs_a_reply_that_is_not_labelled_as_bad(eval_rows: int | None) -> None:
+    rows = [{"prompt": [USER], "completion": [BAD_TURN], "label": False}] * 3
+    with pytest.raises(ValueError, match=r"all replies are labelled as bad, .*; dpo with losses=\[kto\] learns"):
+        prepared_of(rows, None, format="unpaired", eval_rows=eval_rows)
+
+
 def test_a_labelled_reply_that_repeats_its_prompt_is_read_without_it() -> None:
     rows = [{"prompt": [USER], "completion": [*before, GOOD_TURN], "label": True} for before in ([], [USER])]
     rows += [{"prompt": [USER], "completion": [BAD_TURN], "label": False}]

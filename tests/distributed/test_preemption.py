@@ -290,15 +290,16 @@ def test_a_closed_terminal_and_a_notice_of_a_cluster_save(
     number: signal.Signals, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Also where it comes twice, as from a terminal and its shell."""
-    if signal.getsignal(number) is signal.SIG_IGN:
-        pytest.skip("the tests run under nohup, whose children ignore SIGHUP, as a run there does")
+    inherited = signal.signal(number, signal.SIG_DFL)  # under nohup, SIGHUP is ignored, and a run would ignore it too
     after(lambda: marked(tmp_path, "stepping-0"), this_process(number))
     after(lambda: marked(tmp_path, "stepping-0"), this_process(number))
-    before = signal.getsignal(number)
-    lasts = launch(replica_functions.agreed_steps, config_for(tmp_path, "cpu", INLINE))
+    try:
+        lasts = launch(replica_functions.agreed_steps, config_for(tmp_path, "cpu", INLINE))
+        assert signal.getsignal(number) == signal.SIG_DFL
+    finally:
+        signal.signal(number, inherited)
     assert assert_agreed(lasts, 1, f"^{number.name} received$") >= 3
     assert f"tpu_kit: {number.name} received: saving a checkpoint at the next step\n" in capsys.readouterr().err
-    assert signal.getsignal(number) == before
 
 
 def test_launch_from_another_thread(tmp_path: Path) -> None:

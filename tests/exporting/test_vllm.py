@@ -298,6 +298,7 @@ def test_the_recorded_answers_of_vllm_are_those_of_the_run(tmp_path: Path, monke
     for changed, told in (
         ({"prompt": [5, *reply["prompt"]]}, "the export's prompts differ from the prompts of training: vLLM's is"),
         ({"tokens": reply["tokens"][:1], "tops": reply["tops"][:1]}, "the export ends its answers elsewhere in vLLM"),
+        ({"tokens": [], "tops": []}, "the export ends its answers elsewhere in vLLM"),
         ({"tops": [{token: 0.9 * value for token, value in top.items()} for top in reply["tops"]]}, "is not the tuned"),
     ):  # fmt: skip
         found[0] = {**RECORDED, "replies": [reply | changed]}

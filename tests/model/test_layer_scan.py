@@ -587,6 +587,7 @@ def test_a_loop_is_built_anew_only_for_another_trace(alone: Callable[[], dict[st
             torch.testing.assert_close(found[name], values, msg=name)
     # A loop that differs only in a constant or an outer tensor is the same loop.
     assert [built for *_, built in rounds] == [11, 0]
+    assert alone()["counted"] == [3.0, 3.0], "it passes a tensor on and stacks nothing"
 
 
 @needs_xla

@@ -74,6 +74,16 @@ def of(folder: Path, shape: dict[str, Any], *settings: str, **changes: Any) -> M
 # ---------------------------------------------------------------------------------------------- against the compiler
 
 
+# Steps that the formula takes for too small, and their errors: not explained. The limit for all others is -6 %.
+TOO_LOW = {
+    "HuggingFaceTB/SmolLM-360M-32 v6e:2x2 mesh=fsdp=4 max_length=1024 batch_size=4": -0.106,  # 0.77 GiB
+    "HuggingFaceTB/SmolLM2-1.7B-24 v6e:2x2 mesh=fsdp=4 max_length=1024 batch_size=4 base_dtype=int4 quant_group=64 "
+    "mlp_tile=null": -0.099,  # 2.06 GiB
+    "google/gemma-2-9b-42 v6e:2x2 mesh=fsdp=4 max_length=4096 batch_size=8 base_dtype=int4 quant_group=64 "
+    "mlp_tile=null": -0.102,  # 31.09 GiB
+}
+
+
 def test_its_errors_together(tmp_path: Path) -> None:
     """Too low is worse than too high: a step that does not fit fails, but an overestimated step runs."""
     found = {name_of(one): error(one, tmp_path) for one in ANSWERS + RECORDED["drawn"]}
@@ -82,8 +92,9 @@ def test_its_errors_together(tmp_path: Path) -> None:
     assert statistics.median(sizes) <= 0.025 and sum(size <= 0.08 for size in sizes) >= 0.9 * len(sizes)
     assert min(found.values()) >= -RESERVE and max(found.values()) <= 0.15, found
     later = {name_of(one): error(one, tmp_path) for one in RECORDED["later"]}
-    assert min(later.values()) >= -0.11 and max(later.values()) <= 0.2, later
-    assert sum(abs(one) <= 0.08 for one in later.values()) >= 0.8 * len(later)
+    for name, lowest in TOO_LOW.items():
+        assert later.pop(name) >= lowest, name
+    assert min(later.values()) >= -0.06 and max(later.values()) <= 0.2, later
 
 
 @pytest.mark.skipif(
@@ -91,8 +102,9 @@ def test_its_errors_together(tmp_path: Path) -> None:
     reason="published with the pinned transformers; another one's layers may take other bytes (Gemma 4's in 5.24)",
 )
 def test_what_is_published_is_what_was_recorded(tmp_path: Path) -> None:
-    from tests.benchmarks.formula import PAGE, section, tables
+    from tests.benchmarks.formula import PAGE, claim, section, tables
 
+    assert claim(tmp_path) in " ".join((REPOSITORY / "README.md").read_text().split())
     published = section(*tables(tmp_path))
     assert published in PAGE.read_text(), "python -m tests.benchmarks.formula --readme"
 

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 TRACED = """
-import gc, json, os, re, sys
+import dataclasses, gc, json, os, re, sys
 import torch_xla
 from jaxlib import xla_client
 from tpu_kit.xla.compiler import fingerprint
@@ -41,6 +41,7 @@ for model, replicas, *changes in json.loads(sys.argv[1]):
     text = shapes(program)
     found.append({
         "hash": fingerprint(program),
+        "sharded": fingerprint(dataclasses.replace(program, shardings=("{replicated}",))),
         "all_reduces": len(re.findall(r" all-reduce\\(", text)),
         "kernels": text.count('custom_call_target="tpu_custom_call"'),
         "unfilled": text.count('custom_call_target="AllocateBuffer"'),
@@ -103,6 +104,7 @@ def test_traced_programs(traced: list[dict[str, Any]]) -> None:
     assert twice["kernels"] == 2 * one["kernels"]
     assert twice["barriers"] > 2 * one["barriers"], "one pass may begin before the other has ended"
     assert set(twice["donated"]) == set(one["donated"])
+    assert one["hash"] != one["sharded"], "shardings belong to the program"
     assert one["hash"] == slow["hash"] and eight["hash"] == two["hash"], "a number of the run is a constant"
     assert len({case["hash"] for case in (eight, one, average, twice, full, sdpa, kept)}) == 7
 

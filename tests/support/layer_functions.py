@@ -124,8 +124,8 @@ def gradients_with_dropout(config: TrainConfig) -> dict[str, Any]:
 def on_one_device(config: TrainConfig) -> dict[str, Any]:
     """Runs `updates`, `gradients_with_dropout`, `own_decoder`; on XLA also `alike_loops` and `loops_of_step`.
 
-    On XLA it also runs `updates` with separate layers that keep all activations. There the loops' output stacks start
-    with NaN or 77, because on a TPU they may start with any values.
+    On XLA it also runs `counted_loop`, and `updates` with separate layers that keep all activations. There the loops'
+    output stacks start with NaN or 77, because on a TPU they may start with any values.
     """
     if runtime.current().is_xla:
         scan_module._unfilled = lambda shape, dtype, given: torch.full(
@@ -134,8 +134,16 @@ def on_one_device(config: TrainConfig) -> dict[str, Any]:
     found: dict[str, Any] = {"updates": updates(config), "dropout": gradients_with_dropout(config)}
     if runtime.current().is_xla:
         found["one by one"] = updates(replace(config, optim=replace(config.optim, scan_layers="auto", remat="none")))
-        found |= {"alike": alike_loops(config), "loops": loops_of_step(config)}
+        found |= {"alike": alike_loops(config), "loops": loops_of_step(config), "counted": counted_loop()}
     return {**found, "own": own_decoder(own_config(config.output_path, config.launch.device_type))}
+
+
+def counted_loop() -> list[float]:
+    """Results of a traced loop of three turns that passes a tensor on and stacks nothing."""
+    rt = runtime.current()
+    start = torch.zeros(2).to(rt.local_device)
+    (found,) = scan_module.Traced("counted", lambda count: [count + 1], [start], [], steps=3, carried=1)(start)
+    return found.tolist()
 
 
 def alike_loops(config: TrainConfig) -> list[tuple[dict[str, Any], dict[str, Any], int]]:

@@ -283,7 +283,7 @@ def as_chosen(tokens: Tokenized) -> Tokenized:
     """Makes documents from the chosen replies with their prompts, cut to `data.max_length` tokens.
 
     Leaves out rejected replies and replies labelled as bad, and says so in `encoder.layout.notes` of the result. Its
-    `documents.pairs` is None; it has no documents if all replies are bad.
+    `documents.pairs` is None. Raises ValueError if all replies are bad.
     """
     documents, encoder = tokens.documents, tokens.encoder
     assert documents.pairs is not None
@@ -294,6 +294,11 @@ def as_chosen(tokens: Tokenized) -> Tokenized:
     kept = np.arange(len(ids)) - starts < np.repeat(lengths, documents.lengths)
     made = replace(documents, input_ids=ids[kept], loss_mask=mask[kept], lengths=lengths, places=None, pairs=None)
     good = documents.pairs[:, PairTokens._fields.index("label")] > 0
+    if not good.any():
+        raise ValueError(
+            f"{tokens.source}: all replies are labelled as bad, so there is nothing to imitate; dpo with losses=[kto] "
+            "learns from labels, or give good replies"
+        )
     which, compares = ("good", "all") if encoder.layout.format == "unpaired" else ("chosen", "both")
     note = f"only the {which} replies are used; dpo compares {compares}"
     encoder = replace(encoder, layout=replace(encoder.layout, notes=(*encoder.layout.notes, note)))
@@ -303,7 +308,8 @@ def as_chosen(tokens: Tokenized) -> Tokenized:
 def with_pairs(tokens: Tokenized, layout: PairLayout | None) -> tuple[Tokenized, PairCounts | None]:
     """Returns units and their counts for a run on pairs (`as_units`), whose `layout` is not None.
 
-    For other runs, returns documents of the chosen replies (`as_chosen`; unchanged if the rows are no pairs) and None.
+    For other runs, returns documents of the chosen replies (unchanged if the rows are no pairs) and None; raises
+    ValueError as `as_chosen`.
     """
     if layout is not None:
         return as_units(tokens, layout.shares)

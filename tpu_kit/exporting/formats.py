@@ -22,7 +22,7 @@ from tpu_kit.model.base_model import base_model
 from tpu_kit.model.causal_lm import cast
 from tpu_kit.model.families import experts
 from tpu_kit.model.weights.saved_adapter import ADAPTER_FILES
-from tpu_kit.model.weights.source import locate
+from tpu_kit.model.weights.source import EMBEDDED, locate
 from tpu_kit.model.weights.trained_embeddings import described, untie
 
 _PROCESSOR_FILES = ("PROCESSOR_NAME", "IMAGE_PROCESSOR_NAME", "VIDEO_PROCESSOR_NAME", "FEATURE_EXTRACTOR_NAME",
@@ -47,7 +47,7 @@ def adapter(tuned: TunedModel) -> Written:
     rules.save_pretrained(tuned.part)
     unfetched = copy_processor(model, tuned.part)
     base = {"revision": model.revision, "gguf_file": model.gguf_file} | {
-        "pretrained_model_name_or_path": locate(model) if model.name.startswith("embedded") else model.name
+        "pretrained_model_name_or_path": locate(model) if model.name in EMBEDDED else model.name
     }
     exported = reload(tuned.part, tuned.whole, {option: value for option, value in base.items() if value})
     check = accept(compare(tuned.logits, exported, tuned.effect, "fp32", "PEFT, on the base"))
@@ -114,7 +114,7 @@ def _in_vllm(tuned: TunedModel, settings: Mapping[str, Any], base: str) -> tuple
     request: dict[str, Any] = {}
     if tuned.config.lora.experts:  # PEFT's layout has their gates and ups in one tensor
         engine, request = engine | {"enable_mixed_moe_lora_format": True}, {"is_3d_lora_weight": True}
-    embedded = model.name.startswith("embedded")  # the folder depends on where the kit is installed
+    embedded = model.name in EMBEDDED  # the folder depends on where the kit is installed
     folder = "$(python -c 'from tpu_kit.assets.embedded import model_dir; print(model_dir())')"
     served = Served(folder if embedded else base, tuned.config.served_name, engine, request)
     checks, notes = check_in_vllm(tuned, served, locate(model) if embedded else model.name)

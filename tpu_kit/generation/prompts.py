@@ -124,15 +124,15 @@ class PromptCodec:
         it. If the tokenizer has no template, a chat of one user turn is its text.
 
         Raises:
-            ValueError: the prompt is empty, a message has pictures, the template refuses the chat, or a longer chat has
+            ValueError: the prompt is empty or has pictures, the template refuses the chat, or a longer chat has
                 no template.
         """
         if isinstance(prompt, str):
             special = self._encoder.special if self.data.special_text == "split" else None
             ids = plain_prompt(self.tokenizer, prompt, special)  # the Generator checks the length
+        elif has_pictures(prompt):
+            raise ValueError("it has pictures: call `generate`, or give the Generator token ids that carry them")
         elif isinstance(prompt, Mapping):
-            if other := sorted(key for key in prompt.keys() - {"messages", "tools"} if prompt[key]):
-                raise ValueError(f"it has {', '.join(other)} beside messages and tools: call `generate` for pictures")
             ids = self._chat(prompt["messages"], prompt.get("tools"))
         elif prompt and isinstance(prompt[0], Mapping):
             ids = self._chat([message for message in prompt if isinstance(message, Mapping)])
@@ -148,8 +148,6 @@ class PromptCodec:
 
     def _chat(self, chat: Sequence[Mapping[str, Any]], tools: list[Any] | None = None) -> list[int]:
         """Returns the token ids of a chat, which the template renders with `tools`; ValueError as in `encode`."""
-        if has_pictures(chat):
-            raise ValueError("it has pictures: call `generate`, or give the Generator token ids that carry them")
         messages = [dict(message) for message in chat]
         if not self.tokenizer.chat_template:  # for example, after training on plain text
             return plain_prompt(self.tokenizer, text_of(messages, tools))

@@ -411,7 +411,7 @@ def verdict(checks: Sequence[Check], device_type: str, at: Machine | None = None
     """
     if first := next((check for check in checks if check.status == "failure"), None):
         return f"Not ready. Fix this first: {first.name}: {first.found}\n→ {first.fix}"
-    of_tpu = "train on this TPU"
-    ready = {"tpu": of_tpu, "torch-tpu": of_tpu, "cuda": "train on this GPU"}.get(device_type, "rehearse on this CPU")
+    trains_on = {"tpu": "TPU", "torch-tpu": "TPU", "cuda": "GPU"}.get(device_type)
+    ready = f"train on this {trains_on}" if trains_on else "rehearse on this CPU"
     notes = (f"! {check.name}: {check.found}" for check in checks if check.status == "warning")
     return "\n".join([f"Ready to {ready}{'' if (at or Machine()).tpus() else '; no TPU attached'}.", *notes])

@@ -148,7 +148,7 @@ def _planned(config: TrainConfig, shape: Shape, where: TargetSlice, rows: Count,
     config, where, meshed = placed(config, shape, where, one_row="optim.batch_size" not in config.sources)
     config, notes = where.calibration.apply(config)
     if config.optim.batch_size != "auto" and not rows.reason:  # a reason means that the rows are not counted exactly
-        config, lowered = filled_batch(config, where.mesh.batch_shards if where.mesh else where.replicas, rows.count)
+        config, lowered = filled_batch(config, where.replicas, rows.count)
         notes = [*notes, *lowered]
     settings = candidates(config, shape, where, rows)
     picked = verified(settings) if exact else fastest(settings)

@@ -23,7 +23,7 @@ from tpu_kit.model.causal_lm import trainable_parameters
 from tpu_kit.model.states_head import StatesHead, file_names, find_head, title
 from tpu_kit.model.weights import base_identity
 from tpu_kit.model.weights.saved_adapter import read_adapter
-from tpu_kit.model.weights.source import locate, modules_left_out
+from tpu_kit.model.weights.source import EMBEDDED, locate, modules_left_out
 from tpu_kit.model.weights.trained_embeddings import names_in_files, tied_names
 from tpu_kit.training.state import set_parameters
 
@@ -63,7 +63,7 @@ def adapter_settings(model: Any, config: TrainConfig) -> dict[str, Any]:
         excluded = [name for name in modules_left_out(config.model) if f".{name}".endswith(ends)] if ends else []
         settings["exclude_modules"] = sorted({*(settings["exclude_modules"] or ()), *excluded}) or None
     name = config.model.name
-    settings["base_model_name_or_path"] = locate(config.model) if name in ("embedded", "embedded-images") else name
+    settings["base_model_name_or_path"] = locate(config.model) if name in EMBEDDED else name
     return {name: sorted(value) if isinstance(value, set) else value for name, value in settings.items()}
 
 

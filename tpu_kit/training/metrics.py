@@ -162,11 +162,8 @@ class Evaluations:
     def reason(self) -> str:
         """The reason for an early stop, such as "none of the last 2 evaluations was better than step 3 (0.5)"."""
         best = best_evaluation(self._records)
-        if best is None:
-            than = "a number"
-        else:
-            measured = best["accuracy"] if best["loss"] is None else best["loss"]
-            than = f"better than step {best['step']} ({measured:.6g})"
+        measured = best and (best["accuracy"] if best["loss"] is None else best["loss"])
+        than = f"better than step {best['step']} ({measured:.6g})" if best else "a number"
         return f"none of the last {self._since_best} evaluations was {than}"
 
     @property

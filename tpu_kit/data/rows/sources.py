@@ -301,11 +301,11 @@ def _from_saved(source: str, split: str) -> Dataset:
             part.data.validate(full=True)
     except Exception as error:
         raise ValueError(f"data source {source}: the folder cannot be read: {_cause(error)}") from error
-    own = str(getattr(rows, "split", None) or "train").partition("[")[0]
-    parts = rows if isinstance(rows, DatasetDict) else {"train": rows, own: rows}
-    if (name := split.partition("[")[0]) not in parts:
-        raise ValueError(f"data.split: there is no split {name!r}; the data has {', '.join(parts)}")
-    return _sliced(parts[name], split, source)
+    if isinstance(rows, Dataset):
+        rows = DatasetDict({"train": rows, str(rows.split or "train").partition("[")[0]: rows})
+    if (name := split.partition("[")[0]) not in rows:
+        raise ValueError(f"data.split: there is no split {name!r}; the data has {', '.join(rows)}")
+    return _sliced(rows[name], split, source)
 
 
 def _from_hub(source: str, split: str) -> Dataset:

@@ -352,6 +352,10 @@ def moment(text: str) -> frozenset[int] | None:
 def _minutes(time: re.Match[str]) -> frozenset[int]:
     """Returns the minutes of the day that a match of `_TIME` may mean."""
     hour, minute, half = int(time[1]), int(time[2]), (time[3] or "").lower()
-    hours = {hour % 12 + 12 * (half == "p")} if half else {hour, hour + 12} if 1 <= hour < 12 else {hour % 24}
-    hours = {hour} if hour > 24 else hours  # a duration
+    if half:
+        hours = {hour % 12 + 12 * (half == "p")}
+    elif 1 <= hour < 12:
+        hours = {hour, hour + 12}
+    else:
+        hours = {0 if hour == 24 else hour}  # more than 24: a duration
     return frozenset(each * 60 + minute for each in hours)

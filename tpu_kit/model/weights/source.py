@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+EMBEDDED = ("embedded", "embedded-images")
+"""Values of model.name for the models that come with the kit; `locate` returns their folders."""
 MIRRORS = ("unsloth", "NousResearch")
 """Organizations of the hub with copies of other models under the same names. Unsloth converts Phi to other families."""
 

@@ -14,8 +14,7 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 from tpu_kit.config.loader import TrainConfig, batch_arithmetic
 from tpu_kit.distributed.replica.backends import TorchTpuRuntime
 from tpu_kit.machine.chips import Topology
-from tpu_kit.model import attention
-from tpu_kit.planning.compiler.trace import prepared
+from tpu_kit.planning.compiler.trace import batch_tensors, prepared
 from tpu_kit.torch_tpu import process_group, without_chip
 from tpu_kit.torch_tpu.program import trace
 from tpu_kit.training.step import TracedSteps
@@ -37,11 +36,12 @@ def trace_step(config: TrainConfig, num_replicas: int, topology: Topology) -> Pr
         steps = TracedSteps(
             model, state, objective, config.optim, TorchTpuRuntime(0, num_replicas, torch.device("tpu"))
         )
-        passes = batch_arithmetic(config, num_replicas).gradient_accumulation
-        rows, length = batch_arithmetic(config, num_replicas).batch_size, config.data.max_length
-        columns = objective.batch_columns(attention.sees_all(model)).items()
-        batches = [{name: torch.empty(rows, length * width, dtype=dtype, device="meta")
-                    for name, (width, dtype) in columns} for _ in range(passes)]  # fmt: skip
+        plan = batch_arithmetic(config, num_replicas)
+        tensors = batch_tensors(config, objective, model, plan.batch_size)
+        batches = [
+            {name: torch.empty(shape, dtype=dtype, device="meta") for name, (shape, dtype) in tensors.items()}
+            for _ in range(plan.gradient_accumulation)
+        ]
         update, donated, *trees = steps.update(batches, torch.empty(3, device="meta"))
         made, mode = dict[int, Any](), FakeTensorMode(allow_non_fake_inputs=True)
 

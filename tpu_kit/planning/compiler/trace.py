@@ -56,19 +56,15 @@ def trace_step(config: TrainConfig, num_replicas: int, part: str = "step") -> Pr
         inputs = fill(model, state)
         name_operations(model)
         split = SplitStep(model, state, objective, config.optim, replica) if part != "step" else None
-        rows, length = plan.batch_size * shards, config.data.max_length
-        columns = objective.batch_columns(attention.sees_all(model))
-        shapes: dict[str, Any] = {name: ((length * width,), dtype) for name, (width, dtype) in columns.items()}
-        if (beside := inputs_of(config)) is not None:
-            shapes |= beside.columns
+        tensors = batch_tensors(config, objective, model, plan.batch_size * shards)
         batches = [
-            {name: placeholder((rows, *shape), dtype) for name, (shape, dtype) in shapes.items()}
+            {name: placeholder(shape, dtype) for name, (shape, dtype) in tensors.items()}
             for _ in range(plan.gradient_accumulation)
         ]
         control = placeholder((3,), torch.float32)
         inputs |= {"control": control, **(split.tensors() if split else {})}
         specs = _specs(model, state)
-        specs |= {f"batch.{name}": (BATCH, *[None] * len(shape)) for name, (shape, _) in shapes.items()}
+        specs |= {f"batch.{name}": (BATCH, *[None] * (len(shape) - 1)) for name, (shape, _) in tensors.items()}
         before = [(tensor, tensor_number(tensor)) for tensor in _kept(state, split)]
         names = {tensor_number(tensor): name for name, tensor in inputs.items()}
         names |= {tensor_number(tensor): f"batch.{name}" for batch in batches for name, tensor in batch.items()}
@@ -108,6 +104,17 @@ def prepared(config: TrainConfig, replica: Runtime) -> tuple[PreTrainedModel, Tr
         objective.attach(model, lambda one: empty_model(replace(config, model=one)))
         with traced_program.lowering_for_tpu():
             return model, prepare_model(model, config, replica, extra_sums=len(objective.extra)), objective
+
+
+def batch_tensors(
+    config: TrainConfig, objective: Objective, model: PreTrainedModel, rows: int
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Returns the shape and dtype of all tensors of a batch of `rows` rows by name, with images if the run has them."""
+    columns = objective.batch_columns(attention.sees_all(model)).items()
+    shapes: dict[str, Any] = {name: ((config.data.max_length * width,), dtype) for name, (width, dtype) in columns}
+    if (beside := inputs_of(config)) is not None:
+        shapes |= beside.columns
+    return {name: ((rows, *shape), dtype) for name, (shape, dtype) in shapes.items()}
 
 
 def _specs(model: PreTrainedModel, state: TrainState) -> dict[str, Spec]:
